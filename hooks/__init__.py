@@ -1,0 +1,1 @@
+"""Seeing attention in a live model: tensors in, per-head numbers out. Imports torch and nothing of ours."""

@@ -1,0 +1,1 @@
+"""Numbers over time: samples, rules, alerts, the run directory and the outputs."""

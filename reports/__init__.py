@@ -1,0 +1,1 @@
+"""Pages and screens made from a stored run. Never imports torch."""
