@@ -1,0 +1,161 @@
+"""What is known of each attention layer, and the reading of its proofs on the host.
+
+A layer is one call of one module in a forward. It is *verified* when its output could be made again from the captured
+call and the projections behind q and k were proved; *logits_only* when the weights could not be; else *uncovered*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attnwatch.hooks import weights
+from attnwatch.hooks.proof import reconstruct, score_scale, tolerance
+from attnwatch.hooks.spectrum import BOUND, SPECTRUM, spectrum
+from attnwatch.hooks.statistics import ATTENTION
+from attnwatch.hooks.tap import Seen
+
+METRICS = (*ATTENTION, *SPECTRUM, *BOUND)
+"""Every metric of a sample, in the order of its array."""
+
+_LOGIT_MAX = [metric.name for metric in METRICS].index("logit_max")
+
+
+@dataclass
+class Layer:
+    """What is known of one layer. keys: the proved choice of weights a side. bound: logit_bound `[H]`, last known.
+
+    due: its weights are to be looked at in the next sample, whatever the schedule says."""
+
+    name: str
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    dtype: str = ""
+    qk_norm: str = ""
+    state: str = "uncovered"
+    note: str = ""
+    keys: dict[str, weights.Key] = field(default_factory=dict)
+    bound: NDArray[np.float64] | None = None
+    due: bool = False
+
+
+@dataclass
+class Draft:
+    """What one layer gave in this step, still on the device. look: spectrum `[S, H]`, error `[]` (of the layer's output,
+    or of c q.k against hand-written scores) and bound `[H]` are there only if the weights were looked at."""
+
+    pair: tuple[Tensor, Tensor]
+    looked: bool
+    by_hand: bool
+    dropped: bool
+    named: bool
+    folded: bool
+    sides: dict[str, weights.Side]
+    spectrum: Tensor | None = None
+    error: Tensor | None = None
+    bound: Tensor | None = None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """What travels to the host beside the statistics; `settle` reads it in this order."""
+        optional = [x for x in (self.spectrum, self.error, self.bound) if x is not None]
+        return optional + [side.errors for side in self.sides.values()]
+
+
+def draft(seen: Seen, pair: tuple[Tensor, Tensor], sides: dict[str, weights.Side], look: bool) -> Draft:
+    """Take from a call what proofs and spectrum need, with autocast off. No host synchronisation."""
+    attention = seen.attention
+    made = Draft(pair, look, attention.scores is not None, seen.dropped, seen.weights is not None, seen.folded, sides)
+    if not look:
+        return made
+    scale: float | Tensor = attention.head_dim**-0.5 if attention.scale is None else attention.scale
+    if made.by_hand:
+        if attention.q is not None and attention.k is not None:
+            made.error, scale = score_scale(attention)
+    elif seen.output is not None and seen.value is not None and not seen.dropped:
+        made.error = reconstruct(seen)
+    if seen.weights is not None:
+        w_q, w_k = (w.float().reshape(attention.heads, -1, w.shape[-1]) for w in seen.weights)
+        made.spectrum = spectrum(w_q, w_k)
+    elif sides:
+        q, k = sides["q"], sides["k"]
+        made.spectrum = spectrum(q.weight, k.weight)
+        if q.reach is not None and k.reach is not None:
+            reach = k.reach.repeat_interleave(attention.heads // k.reach.shape[0])
+            made.bound = (scale * q.reach * reach).abs()
+    return made
+
+
+def settle(layer: Layer, draft: Draft, numbers: Iterator[NDArray[np.float64]]) -> NDArray[np.float32]:
+    """One layer's row `[M, H]` from what came to the host; its state is set if its weights were looked at."""
+    heads = layer.heads
+    row = np.full((len(METRICS), heads), np.nan)
+    row[: len(ATTENTION)] = next(numbers).reshape(len(ATTENTION), heads)
+    spectra = None if draft.spectrum is None else next(numbers).reshape(len(SPECTRUM), heads)
+    error = None if draft.error is None else float(next(numbers)[0])
+    bound = None if draft.bound is None else next(numbers)
+    errors = {side: next(numbers) for side in draft.sides}
+    if draft.looked:
+        proved = _judge(layer, draft, error, errors)
+        if proved and spectra is not None:
+            row[len(ATTENTION) : -len(BOUND)] = spectra
+            layer.bound = bound
+    elif not layer.note:
+        layer.state, layer.note, layer.due = "logits_only", "weights not looked at yet", True
+    if layer.state == "uncovered":
+        row[:] = np.nan
+    elif layer.bound is not None:
+        row[-2] = layer.bound
+        row[-1] = row[_LOGIT_MAX] / layer.bound
+    return row.astype(np.float32)
+
+
+def _judge(layer: Layer, draft: Draft, error: float | None, errors: dict[str, NDArray[np.float64]]) -> bool:
+    """Set the layer's state and note. True when this step's spectrum came from proved weights."""
+    limit = tolerance(getattr(torch, layer.dtype))
+    layer.due = False
+    if not draft.by_hand and error is not None and not error < limit:
+        layer.state = "uncovered"
+        layer.note = f"its output could not be made again from q, k, v and masks (relative error {error:.1e})"
+        return False
+    how = _how(draft, error)
+    if draft.named:
+        layer.state, layer.note = "verified", f"weights named by the call; {how}"
+        return True
+    layer.state = "logits_only"
+    if draft.folded:
+        layer.note = f"heads cannot be told from sequences; {how}"
+        return False
+    if not errors:
+        layer.note = f"no projection seen that could make q and k; {how}"
+        return False
+    right = {side: np.flatnonzero(e < limit) for side, e in errors.items()}
+    for side, found in right.items():
+        if not found.size:
+            layer.note = f"no projection and layout makes {side} (best relative error {errors[side].min():.1e}); {how}"
+            layer.keys.pop(side, None)
+            return False
+    best = {side: int(found[0]) for side, found in right.items()}
+    layer.keys = {side: draft.sides[side].keys[i] for side, i in best.items()}
+    q, k = draft.sides["q"], draft.sides["k"]
+    kinds = (q.kinds[best["q"]], k.kinds[best["k"]])
+    layer.qk_norm = kinds[0] if kinds[0] == kinds[1] else " / ".join(kind or "none" for kind in kinds)
+    layer.kv_heads = k.heads[best["k"]]
+    named = [f"W_{side} = {key.weight} ({key.layout})" for side, key in layer.keys.items()]
+    layer.state, layer.note = "verified", f"{', '.join(named)}; {how}"
+    layer.due = any(best.values())  # proved, but the spectrum of this step was of the first guess
+    return not layer.due
+
+
+def _how(draft: Draft, error: float | None) -> str:
+    if draft.by_hand:
+        return "logits as the softmax got them"
+    if error is not None:
+        return f"output made again to {error:.0e}"
+    return "attention dropout hides the output" if draft.dropped else "q and k as given"

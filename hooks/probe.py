@@ -1,0 +1,328 @@
+"""One sampled step: arm the hooks, gather on the device, one copy to the host, disarm.
+
+Between samples the model carries nothing of ours. In a sampled step every module that may lead to attention has a hook
+before and after its forward; they keep the tap's stack. Evaluation passes and the recomputation of activation
+checkpoints are not counted. Micro-batches merge. Nothing here raises into the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from attnwatch.hooks import sites, weights
+from attnwatch.hooks.attention import Attention
+from attnwatch.hooks.handlers import HANDLERS
+from attnwatch.hooks.layers import METRICS, Draft, Layer, draft, settle
+from attnwatch.hooks.statistics import finish, measure, merge, sample_rows, sample_sequences
+from attnwatch.hooks.tap import Frame, Seen, Tap
+
+_GOLDEN = 0.6180339887498949  # phases of successive samples fill [0, 1) evenly
+_ARMED: list[Probe] = []
+
+
+class Reading(NamedTuple):
+    """A sampled step on the host. values: float32 `[M, L, H]` over `measured`; layers: all known, uncovered ones too.
+
+    extras: the scalars that travelled along. problems: (where, what), each said once. seconds: cost of this sample."""
+
+    measured: tuple[str, ...]
+    layers: tuple[Layer, ...]
+    values: NDArray[np.float32]
+    extras: NDArray[np.float64]
+    problems: tuple[tuple[str, str], ...]
+    seconds: float
+
+
+class Probe:
+    """Measures the attention of one model on the steps it is armed for.
+
+    rows, sequences: how many query rows of how many sequences of a batch are measured (None: all rows).
+    """
+
+    def __init__(self, model: nn.Module, rows: int | None = 64, sequences: int = 4):
+        self.model = model
+        self.rows = rows
+        self.sequences = sequences
+        self.layers: dict[str, Layer] = {}
+        self._turn = 0
+        self._look = False
+        self._drafts: dict[str, Draft] = {}
+        self._handles: list[Any] = []
+        self._names: dict[int, str] = {}
+        self._owners: set[str] = set()
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._broken: set[str] = set()
+        self._silent: set[str] = set()
+        self._problems: list[tuple[str, str]] = []
+        self._seconds = 0.0
+
+    # --- arm and disarm -----------------------------------------------------------------------------------------------
+
+    def arm(self, look: bool) -> None:
+        """Hooks on, for the next optimizer step. look: the weights are looked at too (spectrum, proofs)."""
+        start = time.perf_counter()
+        self._unwind()
+        self._look = look
+        self._drafts = {}
+        self._owners = sites.owners(self.model)
+        for name, module in sites.hookable(self.model):
+            self._names[id(module)] = name
+            self._handles += [
+                module.register_forward_pre_hook(_Enter(self, name)),
+                module.register_forward_hook(_Leave(self, name), always_call=True),
+            ]
+        _ARMED.append(self)
+        self._seconds = time.perf_counter() - start
+
+    def disarm(self) -> None:
+        """Hooks off; idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._names = {}
+        if self in _ARMED:
+            _ARMED.remove(self)
+        self._unwind()
+
+    def _unwind(self) -> None:
+        """Leave what a forward that was interrupted (KeyboardInterrupt skips hooks) left standing in this thread."""
+        tap = getattr(self._local, "tap", None)
+        if tap is not None and tap.frames:
+            tap.leave(tap.frames[0].module, None, ())
+        self._local.tap = None
+
+    # --- in the forward -----------------------------------------------------------------------------------------------
+
+    def enter(self, name: str, module: nn.Module) -> None:
+        if not self.model.training or in_backward():
+            return
+        tap = getattr(self._local, "tap", None)
+        if tap is None:
+            tap = self._local.tap = Tap(HANDLERS, self._gather, self._failed, self._choose, self._look)
+        tap.enter(Frame(name, module, name in self._owners))
+
+    def leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        tap = getattr(self._local, "tap", None)
+        if tap is None or in_backward() or not any(frame.module is module for frame in tap.frames):
+            return
+        tap.leave(module, output, arguments)
+        if not tap.frames:
+            self._local.tap = None
+
+    def observe(self, module: nn.Module, attention: Attention) -> None:
+        name = self._names.get(id(module))
+        if name is None or not self.model.training or in_backward():
+            return
+        tap = getattr(self._local, "tap", None)
+        frame = next((f for f in reversed(tap.frames) if f.module is module), None) if tap else None
+        index = 0
+        if tap is not None:
+            index = tap.calls.get(name, 0)
+            tap.calls[name] = index + 1
+        self._gather(frame or Frame(name, module, True), Seen(attention), index)
+
+    def _choose(self, batch: int) -> list[int]:
+        return sample_sequences(batch, self.sequences, self._turn)
+
+    def _gather(self, frame: Frame, seen: Seen, index: int) -> None:
+        start = time.perf_counter()
+        name = frame.name or type(self.model).__name__
+        name = f"{name}#{index}" if index else name
+        if name in self._broken:
+            return
+        try:
+            self._add(name, frame, seen)
+        except Exception as error:
+            self._failed(name, error)
+        self._seconds += time.perf_counter() - start
+
+    def _add(self, name: str, frame: Frame, seen: Seen) -> None:
+        attention = seen.attention
+        rows = sample_rows(attention.queries, self.rows, self._turn * _GOLDEN % 1.0)
+        layer = self._layer(name, attention)
+        look = self._look and name not in self._drafts
+        with torch.no_grad():
+            sides = (
+                self._sides(layer, frame, seen) if look else {}
+            )  # in the caller's autocast, as the norms were called
+            with _full_precision(attention.device):
+                pair = measure(attention, self._choose(attention.batch), rows)
+                fresh = draft(seen, pair, sides, look)
+        with self._lock:
+            known = self._drafts.setdefault(name, fresh)
+            if known is not fresh:
+                known.pair = merge(known.pair, pair)
+
+    def _layer(self, name: str, attention: Attention) -> Layer:
+        layer = self.layers.setdefault(name, Layer(name))
+        layer.heads, layer.head_dim = attention.heads, attention.head_dim
+        layer.kv_heads = layer.kv_heads or attention.kv_heads
+        layer.dtype = str(_dtype(attention)).removeprefix("torch.")
+        return layer
+
+    def _sides(self, layer: Layer, frame: Frame, seen: Seen) -> dict[str, weights.Side]:
+        """Both sides' weights, or none."""
+        attention = seen.attention
+        if seen.weights is not None or seen.folded or attention.q is None or attention.k is None:
+            return {}
+        found = {}
+        for side, x in (("q", attention.q), ("k", attention.k)):
+            answer = weights.look(side, x.detach(), attention.heads, frame, layer.keys.get(side))
+            if answer is None:
+                return {}
+            found[side] = answer
+        return found
+
+    def _failed(self, where: str, error: Exception) -> None:
+        """A layer whose measuring failed is switched off, and said once."""
+        where = where or type(self.model).__name__
+        with self._lock:
+            if where not in self._broken:
+                self._broken.add(where)
+                text = " ".join(str(error).split())[:300]
+                self._problems.append(
+                    (where, f"measuring failed and is off for this layer: {type(error).__name__}: {text}")
+                )
+
+    # --- after the step -----------------------------------------------------------------------------------------------
+
+    def finish(self, extras: Sequence[Tensor] = ()) -> Reading:
+        """Disarm and bring everything gathered, and the 0-d tensors of `extras`, to the host in one copy a device."""
+        start = time.perf_counter()
+        self.disarm()
+        self._turn += 1
+        drafts, self._drafts = self._drafts, {}
+        parts = [x.detach().reshape(-1) for x in extras]
+        for made in drafts.values():
+            parts += [finish(made.pair), *made.parts]
+        numbers = iter(_to_host(parts))
+        extra = np.array([next(numbers)[0] for _ in extras])
+        rows = {name: settle(self.layers[name], made, numbers) for name, made in drafts.items()}
+        self._name_silent(set(drafts))
+        measured = tuple(self.layers)
+        width = max((layer.heads for layer in self.layers.values()), default=0)
+        values = np.full((len(METRICS), len(measured), width), np.nan, np.float32)
+        for name, row in rows.items():
+            values[:, measured.index(name), : row.shape[1]] = row
+        problems, self._problems = tuple(self._problems), []
+        layers = (*self.layers.values(), *self._unseen())
+        return Reading(measured, layers, values, extra, problems, self._seconds + time.perf_counter() - start)
+
+    @property
+    def due(self) -> bool:
+        """Whether some layer's weights wait to be looked at in the next sample."""
+        return any(layer.due for layer in self.layers.values())
+
+    def _name_silent(self, gave: set[str]) -> None:
+        """A layer that was measured before and gave nothing is named, once until it gives again."""
+        silent = set(self.layers) - gave - self._broken
+        if not gave:
+            self._problems.append(("model", f"no attention call was seen in this step: {self._reason()}"))
+        else:
+            for name in sorted(silent - self._silent):
+                self._problems.append((name, "gave nothing in this sampled step: it did not run, or was not seen"))
+        self._silent = silent
+
+    def _unseen(self) -> list[Layer]:
+        """Modules that look like attention, and in which no call was ever seen."""
+        names = [name.split("#")[0] for name in self.layers]
+        return [
+            Layer(name, note=f"looks like attention, but no call was seen in it: {self._reason()}")
+            for name in sites.expected_sites(self.model)
+            if not any(sites.inside(name, seen) or sites.inside(seen, name) for seen in names)
+        ]
+
+    def _reason(self) -> str:
+        if not self.model.training:
+            return "the model is in eval mode (call model.train() for training steps)"
+        if sites.is_compiled(self.model):
+            return "the model is compiled, and hooks do not run inside a compiled graph"
+        return "no softmax over a product of queries and keys, no forward call of the module, or an unknown kernel"
+
+
+def in_backward() -> bool:
+    """Whether autograd runs: a forward seen now is the recomputation of an activation checkpoint.
+
+    torch.utils.checkpoint asks the same private question. Without it nothing can be told apart: counts as forward."""
+    current = getattr(torch._C, "_current_graph_task_id", None)
+    return current is not None and current() != -1
+
+
+def observe(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> None:
+    """Tell attnwatch of an attention that has no softmax call to see. Free when no sample is being taken.
+
+    module: the attention module, part of a watched model. q: `[B, H, Tq, d]`, k: `[B, Hk, Tk, d]`, any float dtype, as they
+    enter the dot product. scale: None is `1/sqrt(d)`. mask: broadcastable to `[B, H, Tq, Tk]`, bool (True: visible) or
+    float (added). causal: key j is visible to row i if `j <= i`. Call it inside the module's forward. Never raises.
+    """
+    for probe in _ARMED:
+        probe.observe(module, Attention(q=q, k=k, scale=scale, mask=mask, causal=causal))
+
+
+def _dtype(attention: Attention) -> torch.dtype:
+    """What the logits are computed in: under autocast the fused kernels cast q and k first."""
+    shaped = attention.scores if attention.scores is not None else attention.q
+    assert shaped is not None
+    kind = shaped.device.type
+    if attention.scores is None and shaped.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return shaped.dtype
+
+
+@contextlib.contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    if torch.amp.is_autocast_available(device.type):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield
+
+
+def _to_host(parts: list[Tensor]) -> list[NDArray[np.float64]]:
+    """The one place where a sample waits for its devices: one copy each."""
+    found: list[NDArray[np.float64] | None] = [None] * len(parts)
+    for device in dict.fromkeys(part.device for part in parts):
+        mine = [i for i, part in enumerate(parts) if part.device == device]
+        flat = torch.cat([parts[i].reshape(-1).double() for i in mine]).cpu().numpy()
+        for i, piece in zip(mine, np.split(flat, np.cumsum([parts[i].numel() for i in mine])[:-1]), strict=True):
+            found[i] = piece
+    return [piece for piece in found if piece is not None]
+
+
+class _Enter:
+    """A hook that copies of the model do not take along: an EMA copy or a saved model gets one that does nothing."""
+
+    def __init__(self, probe: Probe, name: str):
+        self._probe, self._name = probe, name
+
+    def __call__(self, module: nn.Module, arguments: Any) -> None:
+        self._probe.enter(self._name, module)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return contextlib.nullcontext().__exit__  # takes anything, returns None
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # a saved model loads where attnwatch is not installed
+
+
+class _Leave(_Enter):
+    def __call__(self, module: nn.Module, arguments: Any, output: Any = None) -> None:
+        self._probe.leave(module, arguments, output)

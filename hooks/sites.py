@@ -1,0 +1,104 @@
+"""Which modules may hold attention, and what each is called.
+
+Where attention really happens is seen while the model runs (tap.py). The names here say two things that running
+cannot: that a model holds no attention at all, and that a module which looks like attention stayed unseen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Name parts that DDP, torch.compile, FSDP and checkpoint wrappers add; a layer keeps its name without them."""
+
+_CLASS = re.compile(r"attention|attn", re.IGNORECASE)
+_QUERY = re.compile(
+    r"^(w_?q|q|(to_)?q(uery)?(_?(proj|lin|linear))?|query_key_value|.*qkv.*|c_attn|in_proj(_weight)?)$",
+    re.IGNORECASE,
+)
+_CALLS = {
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+    "softmax",
+    "flex_attention",
+    "observe",
+}
+
+
+def clean_name(name: str) -> str:
+    """A module's name without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def is_builtin_leaf(module: nn.Module) -> bool:
+    """torch's own layers without children (Linear, LayerNorm, ...): no attention call starts in one."""
+    return type(module).__module__.startswith("torch.nn.modules") and not any(module.children())
+
+
+def hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose forward may lead to attention, once each, with their clean names."""
+    for name, module in model.named_modules():
+        if not is_builtin_leaf(module) and not isinstance(module, torch.jit.ScriptModule):
+            yield clean_name(name), module
+
+
+def owners(model: nn.Module) -> set[str]:
+    """Clean names of modules that hold a weight matrix: attention belongs to the innermost one that does."""
+    found: set[str] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.dim() >= 2:
+            parts = clean_name(name).split(".")
+            found.update(".".join(parts[:end]) for end in range(len(parts)))
+    return found
+
+
+def inside(name: str, other: str) -> bool:
+    """Whether module `name` is `other` or lies inside it; the model itself is ""."""
+    return not other or name == other or name.startswith(f"{other}.")
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile was applied to the model or to a part of it."""
+    return any(
+        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
+
+
+def looks_like_attention(module: nn.Module) -> bool:
+    """By class name, or by children or parameters that are named like query projections."""
+    if isinstance(module, nn.MultiheadAttention) or _CLASS.search(type(module).__name__):
+        return True
+    names = [name for name, _ in module.named_children()]
+    names += [name for name, _ in module.named_parameters(recurse=False)]
+    return any(_QUERY.match(name) for name in names)
+
+
+def expected_sites(model: nn.Module) -> list[str]:
+    """Clean names of the innermost modules that look like attention and own weights."""
+    owning = owners(model)
+    names = [name for name, module in hookable(model) if name in owning and looks_like_attention(module)]
+    return [name for name in names if not any(name != other and inside(other, name) for other in names)]
+
+
+def may_hold_attention(model: nn.Module) -> bool:
+    """False only when neither a name nor the code of any forward (and of what it calls) speaks of attention."""
+    return any(
+        looks_like_attention(module) or _mentions_attention(type(module).forward) for _, module in hookable(model)
+    )
+
+
+def _mentions_attention(function: object, depth: int = 2) -> bool:
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    if _CALLS.intersection(code.co_names):
+        return True
+    if depth == 0:
+        return False
+    scope = getattr(function, "__globals__", {})
+    return any(_mentions_attention(scope.get(name), depth - 1) for name in code.co_names)

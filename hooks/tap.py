@@ -1,0 +1,181 @@
+"""Seeing the attention call: a torch function mode that stands only while a watched forward runs.
+
+Module hooks keep a stack of *frames* (which module runs); the mode sees every torch function called meanwhile. A
+call belongs to the innermost frame whose module owns a weight matrix: the *site*. Three ways of attention are seen:
+`F.scaled_dot_product_attention`, `F.multi_head_attention_forward`, and a product of two activations followed by a
+softmax. What is needed is taken at once: a model may overwrite its tensors right after the call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from attnwatch.hooks.attention import Attention
+
+_NORM = re.compile(r"norm|rms|l2", re.IGNORECASE)
+KEPT = 64  # products and norms remembered per frame: enough for any attention layer, bounded for a whole model
+
+
+class Product(NamedTuple):
+    """A projection as it was computed. weight: `[out, in]`, a view of the parameter. lead: shape of the tokens. rows:
+    `[n, out]` of its output, every `stride`-th token from the first; None unless the weights are looked at."""
+
+    weight: Tensor
+    lead: torch.Size
+    stride: int
+    rows: Tensor | None
+
+    @property
+    def tokens(self) -> int:
+        return self.lead.numel()
+
+
+class Norm(NamedTuple):
+    """A normalisation as it was called: `apply` repeats it on other rows. size: features it normalises over, 0 if
+    unknown. functional: a torch function, which may stand inside a module that knows more of the gain."""
+
+    label: str
+    apply: Callable[[Tensor], Tensor]
+    size: int
+    functional: bool
+
+
+class Pair(NamedTuple):
+    """A product of two activations that may be attention scores: `[..., Tq, d]` and `[..., Tk, d]`."""
+
+    q: Tensor
+    k: Tensor
+    shape: torch.Size
+
+
+class Seen(NamedTuple):
+    """One attention call. value `[B, Hk, Tk, dv]` and output `[B, H, Tq, dv]` (with a projection: `[Tq, B, E]`, after it)
+    serve the proof that the call was understood. weights: `(W_q [E, in], W_k)` when the call itself names them.
+    dropped: attention dropout was on. folded: heads could not be told from sequences."""
+
+    attention: Attention
+    value: Tensor | None = None
+    output: Tensor | None = None
+    projection: tuple[Tensor, Tensor | None] | None = None
+    dropped: bool = False
+    weights: tuple[Tensor, Tensor] | None = None
+    folded: bool = False
+
+
+@dataclass
+class Frame:
+    """A module that is running now, and what was seen in it so far."""
+
+    name: str
+    module: nn.Module
+    owner: bool
+    products: list[Product] = field(default_factory=list)
+    norms: list[Norm] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+    visible: list[Tensor] = field(default_factory=list)
+    seen: int = 0
+
+    def hand_up(self, parent: Frame) -> None:
+        """What a module without attention of its own computed (a projection, a norm) belongs to its caller."""
+        if not self.seen:
+            parent.products = (parent.products + self.products)[-KEPT:]
+            parent.norms = (parent.norms + self.norms)[-KEPT:]
+            parent.pairs = (parent.pairs + self.pairs)[-4:]
+
+
+class Tap(TorchFunctionMode):
+    """Sees the torch functions of one forward in one thread.
+
+    handlers: what to do after a torch function, by its name. sink(frame, seen, index): called for every attention
+    call; index counts the calls of that module in this forward.
+    failed(site, error): a handler could not cope; training goes on. choose(batch): which sequences are measured.
+    look: projections and norms are recorded too (the weights are looked at in this step).
+    """
+
+    def __init__(
+        self,
+        handlers: Mapping[str, Callable[[Tap, Any, Any, Any, Any], None]],
+        sink: Callable[[Frame, Seen, int], None],
+        failed: Callable[[str, Exception], None],
+        choose: Callable[[int], list[int]],
+        look: bool,
+    ):
+        super().__init__()
+        self.frames: list[Frame] = []
+        self.calls: dict[str, int] = {}
+        self.handlers = handlers
+        self.sink = sink
+        self.failed = failed
+        self.choose = choose
+        self.look = look
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        handler = self.handlers.get(getattr(func, "__name__", ""))
+        if handler is not None and self.frames:
+            try:
+                with torch.no_grad():
+                    handler(self, func, args, kwargs, out)
+            except Exception as error:  # the observer never breaks the observed
+                self.failed(self.site.name, error)
+        return out
+
+    @property
+    def site(self) -> Frame:
+        """The innermost running module that owns a weight matrix (the outermost one if none does)."""
+        return next((frame for frame in reversed(self.frames) if frame.owner), self.frames[0])
+
+    def enter(self, frame: Frame) -> None:
+        self.frames.append(frame)
+        if len(self.frames) == 1:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self, module: nn.Module, output: Any, arguments: Any) -> None:
+        """Close a module's frame (and any left open below it by an exception)."""
+        while self.frames:
+            frame = self.frames.pop()
+            if self.frames:
+                if self.look and _is_norm(frame, arguments, output):
+                    self.site.norms.append(
+                        Norm(type(frame.module).__name__, frame.module.forward, _width(frame.module), False)
+                    )
+                frame.hand_up(self.site)
+            else:
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            if frame.module is module:
+                break
+
+    def report(self, seen: Seen) -> None:
+        site = self.site
+        index = self.calls.get(site.name, 0)
+        self.calls[site.name] = index + 1
+        site.seen += 1
+        self.sink(site, seen, index)
+        site.products.clear()
+        site.norms.clear()
+
+
+def _is_norm(frame: Frame, arguments: Any, output: Any) -> bool:
+    """A user's own normalisation layer: named like one, no matrix, one tensor in and one of its shape out."""
+    return (
+        not frame.owner
+        and bool(_NORM.search(type(frame.module).__name__))
+        and "dropout" not in type(frame.module).__name__.lower()
+        and len(arguments) == 1
+        and isinstance(arguments[0], Tensor)
+        and isinstance(output, Tensor)
+        and arguments[0].shape == output.shape
+    )
+
+
+def _width(module: nn.Module) -> int:
+    """Features of a norm layer: the size of its gain, 0 when it has none."""
+    return max((parameter.numel() for parameter in module.parameters(recurse=False)), default=0)

@@ -1,0 +1,349 @@
+"""The comparison language of rules: parsed once, then asked of every head of every sample; never run as Python.
+
+    condition   = conjunction { "or" conjunction }
+    conjunction = denial { "and" denial }
+    denial      = "not" denial | comparison
+    comparison  = sum [ ("<" | "<=" | ">" | ">=" | "==" | "!=") sum ]
+    sum         = product { ("+" | "-") product }
+    product     = factor { ("*" | "/") factor }
+    factor      = "-" factor | number | name | function "(" condition { "," condition } ")" | "(" condition ")"
+
+Numbers and truths are float64 arrays `[L, H]` (layers x heads; an axis of length 1 stands for all). A truth is 1, 0
+or NaN for unknown: a comparison with NaN is unknown, and `and or not` are Kleene's. Arithmetic is IEEE's: 1 / 0 is
+infinite. Functions of a head's own past (history.py) take in one value each time the condition is evaluated, so every
+part is evaluated every time, also where the outcome is already clear.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Collection, Mapping
+from difflib import SequenceMatcher
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnwatch.monitor.history import Array, Extreme, Window, first, mean, median, slope
+from attnwatch.monitor.sample import UsageError
+
+Values = Mapping[str, Array]
+
+# Text comes from files that others wrote: these bounds keep the recursion below a hundred or so Python frames.
+MAX_LENGTH = 4000
+MAX_DEPTH = 20
+MAX_WINDOW = 10_000
+
+FUNCTIONS = {
+    "start(x)": "the first finite value the head had",
+    "lowest(x)": "the lowest finite value the head had so far",
+    "highest(x)": "the highest finite value the head had so far",
+    "mean(x, n)": "mean of the head's last n finite values; unknown before there are n, and while x is not finite",
+    "median(x, n)": "median of them",
+    "slope(x, n)": "least-squares slope of them, per sample (n >= 2)",
+    "min(a, b)": "the smaller one",
+    "max(a, b)": "the larger one",
+    "abs(x)": "without its sign",
+    "sqrt(x)": "square root, unknown below 0",
+    "ln(x)": "natural logarithm, unknown below 0",
+    "exp(x)": "e to the power x",
+    "finite(x)": "true or false, never unknown: whether x is a finite number (a missing one is not)",
+}
+"""Every function as it is written, and what it gives; the documentation's table."""
+
+_POINTWISE: dict[str, Callable[..., Array]] = {
+    "abs": np.abs,
+    "sqrt": np.sqrt,
+    "ln": np.log,
+    "exp": np.exp,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+_ARITHMETIC: dict[str, Callable[[Array, Array], Array]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
+_COMPARISONS: dict[str, Callable[[Array, Array], NDArray[np.bool_]]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+
+
+def both(a: Array, b: Array) -> Array:
+    """Kleene's `and`: false beats unknown."""
+    return np.where((a == 0) | (b == 0), 0.0, a * b)
+
+
+def either(a: Array, b: Array) -> Array:
+    """Kleene's `or`: true beats unknown."""
+    return np.where((a == 1) | (b == 1), 1.0, a + b)
+
+
+_EXTREMES: dict[str, Callable[[Array, Array], Array]] = {"start": first, "lowest": np.fmin, "highest": np.fmax}
+_WINDOWS: dict[str, Callable[[Array], Array]] = {"mean": mean, "median": median, "slope": slope}
+_ARGUMENTS = {signature.split("(")[0]: signature.count(",") + 1 for signature in FUNCTIONS}
+
+
+class _Node(NamedTuple):
+    run: Callable[[Values], Array]
+    is_truth: bool
+    column: int
+
+
+class _Comparison:
+    """Remembers its two sides of the newest evaluation, from which the heads are ranked."""
+
+    def __init__(self, symbol: str, left: _Node, right: _Node) -> None:
+        self._compare = _COMPARISONS[symbol]
+        self._left, self._right = left.run, right.run
+        self.sides = (np.empty((0, 0)), np.empty((0, 0)))
+
+    def __call__(self, values: Values) -> Array:
+        left, right = self.sides = (self._left(values), self._right(values))
+        return np.where(np.isnan(left) | np.isnan(right), np.nan, self._compare(left, right))
+
+
+class Condition:
+    """A parsed condition together with what it remembers: one object for one stream of samples."""
+
+    def __init__(self, root: _Node, names: tuple[str, ...], first: _Comparison | None) -> None:
+        self.names = names
+        """The names it uses, in order of appearance."""
+        self._run = root.run
+        self._first = first
+
+    def evaluate(self, values: Mapping[str, Array | float]) -> Array:
+        """Truth `[L, H]` (1, 0, NaN), one axis or both 1 where no name differs along it. values: at least `names`.
+
+        Call it once a sample, in order. Layers and heads may be added from call to call, at the end of their axis.
+        """
+        arrays = {name: np.atleast_2d(np.asarray(values[name], dtype=np.float64)) for name in self.names}
+        with np.errstate(all="ignore"):
+            return self._run(arrays)
+
+    def distance(self) -> Array:
+        """How far the newest values are past the first comparison, `|left - right| / |right|`; 0 without one."""
+        if self._first is None:
+            return np.zeros((1, 1))
+        left, right = self._first.sides
+        with np.errstate(all="ignore"):
+            return np.asarray(np.abs(left - right) / np.where(right == 0, 1.0, np.abs(right)))
+
+
+def parse(text: str, names: Collection[str] | None) -> Condition:
+    """The condition that a text says. names: those that exist (`scalar.NAME` always does); None takes any.
+
+    Raises UsageError with the column (from 1), what was expected and what was found.
+    """
+    parser = _Parser(text, names)
+    root = parser.truth(parser.disjunction())
+    if parser.token.kind != "end":
+        raise parser.expected("'and', 'or' or the end")
+    return Condition(root, tuple(parser.names), parser.first)
+
+
+class _Token(NamedTuple):
+    kind: str  # number, name, symbol, end
+    text: str
+    column: int
+
+    def __str__(self) -> str:
+        return "the end" if self.kind == "end" else repr(self.text if len(self.text) < 40 else self.text[:37] + "...")
+
+
+_TOKEN = re.compile(
+    r"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
+    r"|(?P<name>scalar\.[A-Za-z_][A-Za-z0-9_]*|[A-Za-z_][A-Za-z0-9_]*)"
+    r"|(?P<symbol><=|>=|==|!=|[-+*/<>(),])"
+)
+
+
+def _tokens(text: str) -> list[_Token]:
+    if len(text) > MAX_LENGTH:
+        raise UsageError(f"column {MAX_LENGTH + 1}: expected at most {MAX_LENGTH} characters, found {len(text)}")
+    tokens, at = [], 0
+    while at < len(text):
+        if text[at] in " \t\r\n":
+            at += 1
+            continue
+        match = _TOKEN.match(text, at)
+        if match is None or match.lastgroup is None:
+            raise UsageError(f"column {at + 1}: expected a number, a name, an operator or '(', found {text[at]!r}")
+        tokens.append(_Token(match.lastgroup, match.group(), at + 1))
+        at = match.end()
+    return [*tokens, _Token("end", "", len(text) + 1)]
+
+
+class _Parser:
+    """Recursive descent over the grammar at the head of this file: one method a line of it."""
+
+    def __init__(self, text: str, names: Collection[str] | None) -> None:
+        self._tokens = _tokens(text)
+        self._exist = names
+        self._depth = 0
+        self.names: dict[str, None] = {}  # an ordered set
+        self.first: _Comparison | None = None
+
+    @property
+    def token(self) -> _Token:
+        return self._tokens[0]
+
+    def expected(self, what: str) -> UsageError:
+        return UsageError(f"column {self.token.column}: expected {what}, found {self.token}")
+
+    def truth(self, node: _Node) -> _Node:
+        if not node.is_truth:
+            raise UsageError(f"column {node.column}: expected a comparison such as x > 3, found a number")
+        return node
+
+    def number(self, node: _Node) -> _Node:
+        if node.is_truth:
+            raise UsageError(f"column {node.column}: expected a number, found a comparison")
+        return node
+
+    def _take(self, *texts: str) -> _Token | None:
+        if self.token.kind in ("name", "symbol") and self.token.text in texts:
+            return self._tokens.pop(0)
+        return None
+
+    def _close(self, text: str) -> None:
+        if not self._take(text):
+            raise self.expected(repr(text))
+
+    def _nested(self, rule: Callable[[], _Node]) -> _Node:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise UsageError(f"column {self.token.column}: expected at most {MAX_DEPTH} levels of nesting")
+        node = rule()
+        self._depth -= 1
+        return node
+
+    def disjunction(self) -> _Node:
+        return self._chain(self.conjunction, self.truth, {"or": either})
+
+    def conjunction(self) -> _Node:
+        return self._chain(self.denial, self.truth, {"and": both})
+
+    def denial(self) -> _Node:
+        start = self._take("not")
+        if not start:
+            return self.comparison()
+        run = self.truth(self._nested(self.denial)).run
+        return _Node(lambda values: 1.0 - run(values), True, start.column)
+
+    def comparison(self) -> _Node:
+        left = self.sum()
+        symbol = self._take(*_COMPARISONS)
+        if not symbol:
+            return left
+        node = _Comparison(symbol.text, self.number(left), self.number(self.sum()))
+        self.first = self.first or node
+        if self.token.text in _COMPARISONS:
+            raise self.expected("one comparison at a time (a < b and b < c)")
+        return _Node(node, True, left.column)
+
+    def sum(self) -> _Node:
+        return self._chain(self.product, self.number, {s: _ARITHMETIC[s] for s in "+-"})
+
+    def product(self) -> _Node:
+        return self._chain(self.factor, self.number, {s: _ARITHMETIC[s] for s in "*/"})
+
+    def _chain(
+        self,
+        part: Callable[[], _Node],
+        check: Callable[[_Node], _Node],
+        operators: Mapping[str, Callable[[Array, Array], Array]],
+    ) -> _Node:
+        """part { operator part }, from left to right in one flat loop: a long chain is no deep recursion."""
+        head = part()
+        tail = []
+        while symbol := self._take(*operators):
+            tail.append((operators[symbol.text], check(part()).run))
+        if not tail:
+            return head
+        run = check(head).run
+
+        def chain(values: Values) -> Array:
+            result = run(values)
+            for operate, right in tail:
+                result = operate(result, right(values))
+            return result
+
+        return _Node(chain, head.is_truth, head.column)
+
+    def factor(self) -> _Node:
+        token = self.token
+        if self._take("-"):
+            run = self.number(self._nested(self.factor)).run
+            return _Node(lambda values: -run(values), False, token.column)
+        if self._take("("):
+            node = self._nested(self.disjunction)
+            self._close(")")
+            return node
+        if token.kind == "number":
+            value = np.array([[float(token.text)]])
+            if not np.isfinite(value):
+                raise self.expected("a number of at most 1.7e308")
+            self._tokens.pop(0)
+            return _Node(lambda values: value, False, token.column)
+        if token.kind != "name" or token.text in ("and", "or", "not"):
+            raise self.expected("a number, a name or '('")
+        return self._function() if self._tokens[1].text == "(" else self._name()
+
+    def _name(self) -> _Node:
+        token, exist = self.token, self._exist
+        if token.text in _ARGUMENTS:
+            raise UsageError(f"column {token.column}: expected {token.text!r} with its arguments: {token.text}(...)")
+        if exist is not None and token.text not in exist and not token.text.startswith("scalar."):
+            known = ", ".join(closest(token.text, exist))
+            raise UsageError(f"column {token.column}: no name {token}; there are (closest first): {known}")
+        name = self._tokens.pop(0).text
+        self.names[name] = None
+        return _Node(lambda values: values[name], False, token.column)
+
+    def _function(self) -> _Node:
+        token = self.token
+        if token.text not in _ARGUMENTS:
+            known = ", ".join(closest(token.text, _ARGUMENTS))
+            raise UsageError(f"column {token.column}: no function {token}; there are (closest first): {known}")
+        name = self._tokens.pop(0).text
+        self._close("(")
+        x = self.number(self._nested(self.disjunction)).run
+        if name in _EXTREMES:
+            return self._call(token, x, Extreme(_EXTREMES[name]))
+        if name in _WINDOWS:
+            self._close(",")
+            return self._call(token, x, Window(_WINDOWS[name], self._length(least=2 if name == "slope" else 1)))
+        if name == "finite":
+            return self._call(token, x, lambda x: np.isfinite(x).astype(np.float64))
+        function = _POINTWISE[name]
+        if _ARGUMENTS[name] == 1:
+            return self._call(token, x, function)
+        self._close(",")
+        y = self.number(self._nested(self.disjunction)).run
+        self._close(")")
+        return _Node(lambda values: function(x(values), y(values)), False, token.column)
+
+    def _call(self, token: _Token, x: Callable[[Values], Array], function: Callable[[Array], Array]) -> _Node:
+        self._close(")")
+        return _Node(lambda values: function(x(values)), token.text == "finite", token.column)
+
+    def _length(self, least: int) -> int:
+        what = f"a whole number from {least} to {MAX_WINDOW}"
+        if self.token.kind != "number" or not re.fullmatch("[0-9]{1,5}", self.token.text):
+            raise self.expected(what)
+        if not least <= int(self.token.text) <= MAX_WINDOW:
+            raise self.expected(what)
+        return int(self._tokens.pop(0).text)
+
+
+def closest(name: str, names: Collection[str]) -> list[str]:
+    """All the names, those most like this one first."""
+    return sorted(names, key=lambda other: -SequenceMatcher(None, name, other).ratio())

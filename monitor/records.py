@@ -1,0 +1,72 @@
+"""One sample as a record of fixed size, and a segment of such records: the format of the files in `samples/`."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnwatch.monitor.sample import Sample
+
+MAGIC = 0x314C5741  # "AWL1" in the file
+CHECKED_FROM = 8  # bytes: crc32 covers what follows magic and itself
+
+
+class Layout(NamedTuple):
+    """What the records hold from segment `first_segment` on, until the next layout."""
+
+    first_segment: int
+    layers: tuple[str, ...]
+    heads: int
+
+
+class Segment(NamedTuple):
+    """A read-only view of one file.
+
+    records: whole records `[N]`, mapped. good `[N]`: whose checksum holds. torn: bytes after the last whole record.
+    """
+
+    layout: Layout
+    records: NDArray[Any]
+    good: NDArray[np.bool_]
+    torn: int
+
+
+def record_fields(metrics: int, layers: int, heads: int) -> list[tuple[str, str, tuple[int, ...]]]:
+    """A record, packed and little-endian, as the `(name, kind, shape)` that `np.dtype` takes."""
+    return [
+        ("magic", "<u4", ()),
+        ("crc32", "<u4", ()),
+        ("step", "<i8", ()),
+        ("time", "<f8", ()),
+        ("seconds", "<f4", ()),
+        ("values", "<f4", (metrics, layers, heads)),
+    ]
+
+
+def segment_name(number: int) -> str:
+    return f"rank00000-{number:06d}.awlog"
+
+
+def pack(sample: Sample) -> bytes:
+    record = np.zeros((), record_fields(*sample.values.shape))
+    record["magic"] = MAGIC
+    record["step"], record["time"], record["seconds"] = sample.step, sample.time, sample.seconds
+    record["values"] = sample.values
+    record["crc32"] = zlib.crc32(record.tobytes()[CHECKED_FROM:])
+    return record.tobytes()
+
+
+def read_segment(path: Path, metrics: int, layout: Layout) -> Segment:
+    """Maps a segment and verifies every checksum (about 1 s a GB). Raises OSError when it cannot be read."""
+    record = np.dtype(record_fields(metrics, len(layout.layers), layout.heads))
+    count, torn = divmod(path.stat().st_size, record.itemsize)
+    if not count:  # an empty file cannot be mapped
+        return Segment(layout, np.zeros(0, record), np.zeros(0, np.bool_), torn)
+    records = np.memmap(path, record, "r", shape=(count,)).view(np.ndarray)
+    checked = records.view(np.uint8).reshape(count, record.itemsize)[:, CHECKED_FROM:]
+    sums = np.fromiter((zlib.crc32(row) for row in checked), np.uint32, count)
+    return Segment(layout, records, (records["magic"] == MAGIC) & (records["crc32"] == sums), torn)

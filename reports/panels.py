@@ -1,0 +1,190 @@
+"""Small multiples: one metric by layer over the steps, and the history of single heads."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from markupsafe import Markup
+from numpy.typing import NDArray
+
+from attnwatch.reports import charts
+from attnwatch.reports.charts import Floats, Scale, element, fine, label, number, rule
+from attnwatch.reports.summary import main_alert, onset
+from attnwatch.reports.words import UNIT_INTERVAL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from attnwatch.monitor.run import Run
+    from attnwatch.monitor.sample import Metric
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 340, 156, 38, 8, 10, 22
+DEPTHS = 8
+"""Colours of depth in the style sheet: d0 the first layers, d7 the last."""
+TABLE_ROWS = 12
+
+
+@dataclass(frozen=True)
+class Detail:
+    """How finely lines are drawn, so that a page keeps its size: points a line and layers a chart."""
+
+    points: int
+    layers: int
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """One metric of one run, thinned for drawing: a row for each group of samples, at the step of its last one.
+
+    lines: `[P, K]` median over heads of K layers at that step; low, high: `[P]` over all heads and all samples of the
+    group; table: rows of (step, lowest, median, highest) over all heads.
+    """
+
+    steps: Floats
+    lines: Floats
+    depth: tuple[float, ...]
+    low: Floats
+    high: Floats
+    table: tuple[tuple[int, float, float, float], ...]
+
+
+def reduce(steps: NDArray[np.int64], values: NDArray[np.float32], metric: Metric, detail: Detail) -> Reduced:
+    """Thin `values [S, L, H]`. A metric of the weights is known until it is measured again: its gaps are no gaps."""
+    values = np.where(np.isfinite(values), values, np.nan)
+    if metric.merge == "last":
+        measured = np.isfinite(values).any(axis=(1, 2))
+        steps, values = steps[measured], values[measured]
+    samples, layers = values.shape[:2]
+    if not samples or not np.isfinite(values).any():
+        nothing = np.zeros(0)
+        return Reduced(nothing, np.zeros((0, 0)), (), nothing, nothing, ())
+    starts = charts.bins(samples, detail.points)
+    last = np.append(starts[1:], samples) - 1
+    drawn = np.unique(np.linspace(0, layers - 1, min(layers, detail.layers)).round().astype(int))
+    flat = values.reshape(samples, -1)
+    rows = last[np.unique(np.linspace(0, len(last) - 1, TABLE_ROWS).round().astype(int))]
+    return Reduced(
+        steps[last].astype(np.float64),
+        median(values[np.ix_(last, drawn)]),
+        tuple(float(layer) / max(layers - 1, 1) for layer in drawn),
+        np.fmin.reduceat(np.fmin.reduce(flat, axis=1), starts).astype(np.float64),
+        np.fmax.reduceat(np.fmax.reduce(flat, axis=1), starts).astype(np.float64),
+        tuple(
+            (int(steps[row]), float(np.fmin.reduce(flat[row])), float(median(flat[row])), float(np.fmax.reduce(flat[row])))
+            for row in rows
+        ),
+    )  # fmt: skip
+
+
+def median(values: NDArray[np.floating]) -> Floats:
+    """Median of the values that are not NaN, along the last axis; NaN where there is none."""
+    ordered = np.sort(values, axis=-1)  # NaN sorts last
+    count = np.sum(~np.isnan(ordered), axis=-1, keepdims=True)
+    low = np.take_along_axis(ordered, np.maximum(count - 1, 0) // 2, axis=-1)
+    high = np.take_along_axis(ordered, np.minimum(count // 2, ordered.shape[-1] - 1), axis=-1)
+    middle: Floats = np.where(count > 0, (low.astype(np.float64) + high) / 2, np.nan)[..., 0]
+    return middle
+
+
+@dataclass(frozen=True)
+class Threshold:
+    value: float
+    severity: str
+    rule: str
+
+
+def thresholds(metric: str, rules: Iterable[dict[str, Any]]) -> list[Threshold]:
+    """Numbers that the rules in force compare this metric with, the gravest rule's first."""
+    pattern = re.compile(rf"(?<![\w.]){re.escape(metric)}\s*[<>]=?\s*(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)(?![\w.])")
+    found: dict[float, Threshold] = {}
+    order = ("critical", "warning", "info")
+    for each in sorted(rules, key=lambda r: order.index(r["severity"]) if r.get("severity") in order else len(order)):
+        for match in pattern.finditer(str(each.get("when", ""))):
+            value = float(match[1])
+            found.setdefault(value, Threshold(value, str(each["severity"]), str(each["name"])))
+    return list(found.values())
+
+
+def value_scale(name: str, parts: Sequence[Reduced], lines: Sequence[Threshold]) -> Scale:
+    """The axis that all runs share: [0, 1] where the metric lives there, log where it spans decades."""
+    start, end = HEIGHT - BOTTOM, TOP
+    if name in UNIT_INTERVAL:
+        return Scale(0.0, 1.0, start, end)
+    medians = np.concatenate([part.lines.ravel() for part in parts])
+    highest = np.concatenate([part.high for part in parts])
+    lowest = np.concatenate([part.low for part in parts])
+    medians, highest = medians[np.isfinite(medians)], highest[np.isfinite(highest)]
+    if medians.size and medians.min() > 0 and highest.max() > 50 * medians.min():
+        return Scale(float(medians.min()) / 1.3, float(highest.max()) * 1.3, start, end, log=True)
+    low, high = charts.limits(lowest, highest)
+    near = [line.value for line in lines if low - (high - low) < line.value < high + (high - low)]
+    return Scale(*charts.limits([low, high], near, pad=0.0 if not near else 0.02), start, end)
+
+
+def panel(run: Run, name: str, part: Reduced, span: tuple[float, float], y: Scale, lines: Sequence[Threshold]) -> Markup:
+    """One metric of one run: a line a layer, the range over all heads behind them, the rules' thresholds."""
+    x = Scale(*span, LEFT, WIDTH - RIGHT)
+    last = part.table[-1] if part.table else None
+    told = (
+        f"At step {last[0]:,} the lowest head has {number(last[1])}, the median {number(last[2])}, "
+        f"the highest {number(last[3])}."
+        if last
+        else "Not measured in this run."
+    )
+    return charts.svg(
+        WIDTH, HEIGHT, f"{name} by layer, {run.path.name}", told,
+        *(rule(LEFT, y.at(tick), WIDTH - RIGHT, y.at(tick), "grid") for tick in y.ticks(3)),
+        *(label(LEFT - 6, y.at(tick) + 3.5, number(tick), "tick", "end") for tick in y.ticks(3)),
+        rule(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM, "base"),
+        *(label(x.at(tick), HEIGHT - 7, number(tick)) for tick in x.ticks(4)),
+        _moments(run, x),
+        fine(
+            element("path", d=charts.area(x(part.steps), y(part.low), y(part.high)), class_="envelope"),
+            *(
+                element("path", d=charts.path(x(part.steps), y(part.lines[:, i])), class_=f"d{round(depth * (DEPTHS - 1))}")
+                for i, depth in enumerate(part.depth)
+            ),
+        ),
+        *(_threshold(line, y) for line in lines if y.holds(line.value)),
+        *([] if part.table else [label((LEFT + WIDTH) / 2, HEIGHT / 2, "not measured", "empty")]),
+        class_="panel",
+    )  # fmt: skip
+
+
+def _threshold(line: Threshold, y: Scale) -> Markup:
+    return element(
+        "g",
+        element("title", f"{line.rule} ({line.severity}) compares with {number(line.value)}"),
+        rule(LEFT, y.at(line.value), WIDTH - RIGHT, y.at(line.value), f"threshold {line.severity}"),
+    )
+
+
+def _moments(run: Run, x: Scale) -> Markup:
+    """Thin uprights where the main alert fired and where the loss began to diverge."""
+    alert, start = main_alert(run), onset(run)
+    marks = []
+    if alert is not None and alert.fired_step is not None and alert.rule != "loss_divergence":
+        marks.append(rule(x.at(alert.fired_step), TOP, x.at(alert.fired_step), HEIGHT - BOTTOM, "fired"))
+    if start is not None:
+        marks.append(rule(x.at(start), TOP, x.at(start), HEIGHT - BOTTOM, "onset"))
+    return element("g", *marks)
+
+
+def sparkline(
+    title: str, steps: NDArray[np.int64], values: NDArray[np.floating], y: Scale, line: float | None, fired: float
+) -> Markup:
+    """The history of one head, `values [S]`, with the threshold it was compared with and the step the alert fired."""
+    known = np.isfinite(values)
+    last = f"Last value {number(float(values[known][-1]))}." if known.any() else "Not measured."
+    x = Scale(float(steps[0]), float(max(steps[-1], steps[0] + 1)), 1, 149)
+    at, level = charts.thin(steps[known], values[known], 120)
+    return charts.svg(
+        150, 30, title, last,
+        rule(x.at(fired), 1, x.at(fired), 29, "fired"),
+        *([rule(1, y.at(line), 149, y.at(line), "threshold")] if line is not None and y.holds(line) else []),
+        fine(element("path", d=charts.path(x(at), y(level)), class_="spark")),
+        class_="sparkline",
+    )  # fmt: skip

@@ -1,0 +1,161 @@
+"""What a run amounts to: one verdict, and how many steps before the loss diverged an alert stood.
+
+The lead of a rule is the onset of divergence (the first step of the streak that made `loss_divergence` fire) minus
+the step at which the rule's alert fired. Onset and firing are the unfavourable ends of both, so a lead is never
+flattered by the waiting that the rules themselves do. An alert that had resolved before the onset predicts nothing
+and has no lead. Zero or less: the alert came no earlier than the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from attnwatch.monitor.alerts import Alert
+    from attnwatch.monitor.run import Run
+
+DIVERGENCE = "loss_divergence"
+COLLAPSE = ("sparse_low_rank", "entropy_collapse")
+SEEN_APART = (DIVERGENCE, "uncovered_layers")
+"""Rules that are no news of the attention: the verdict names divergence and coverage in its own words."""
+
+
+def summarize(run: Run) -> dict[str, Any]:
+    """The run as JSON-able data: verdict, leads, alerts, coverage, problems and cost. Non-finite numbers are None."""
+    state, sentence = verdict(run)
+    worst = main_alert(run)
+    return {
+        "run": run.path.name,
+        "verdict": {"state": state, "sentence": sentence},
+        "ended": run.ended,
+        "last_step": last_step(run),
+        "samples": len(run.steps),
+        "divergence_step": onset(run),
+        "lead": lead(run),
+        "leads": leads(run),
+        "main_alert": None if worst is None else _plain(asdict(worst)),
+        "alerts": [_plain(asdict(alert)) for alert in run.alerts],
+        "coverage": counts(run),
+        "problems": [_plain(asdict(problem)) for problem in run.problems],
+        "seconds": float(np.nansum(run.seconds)),
+    }
+
+
+def fired(run: Run, *severities: str) -> list[Alert]:
+    """Alerts that fired, first one first; only of these severities when some are given."""
+    found = [a for a in run.alerts if a.fired_step is not None and (not severities or a.severity in severities)]
+    return sorted(found, key=lambda alert: (alert.fired_step or 0, alert.pending_step))
+
+
+def main_alert(run: Run) -> Alert | None:
+    """The first critical alert about attention, else the first warning, else the loss's own; None when all is quiet."""
+    for severity in ("critical", "warning"):
+        about_attention = [alert for alert in fired(run, severity) if alert.rule not in SEEN_APART]
+        if about_attention:
+            return about_attention[0]
+    return next((alert for alert in fired(run) if alert.rule == DIVERGENCE), None)
+
+
+def onset(run: Run) -> int | None:
+    """First step of the streak that made `loss_divergence` fire; None when it never did."""
+    return min((alert.pending_step for alert in fired(run) if alert.rule == DIVERGENCE), default=None)
+
+
+def leads(run: Run) -> dict[str, int]:
+    """Steps between each collapse rule's first alert still standing at the onset of divergence, and that onset."""
+    start = onset(run)
+    found: dict[str, int] = {}
+    for alert in fired(run, "warning", "critical") if start is not None else ():
+        stands = alert.resolved_step is None or start is None or alert.resolved_step >= start
+        if alert.rule in COLLAPSE and stands and start is not None and alert.fired_step is not None:
+            found.setdefault(alert.rule, start - alert.fired_step)
+    return found
+
+
+def lead(run: Run) -> int | None:
+    """The longest of `leads`; None without a divergence or without an alert of collapse."""
+    return max(leads(run).values(), default=None)
+
+
+def last_step(run: Run) -> int | None:
+    """The newest step that left a sample or a scalar."""
+    ends = [int(run.steps[-1])] if len(run.steps) else []
+    ends += [int(run.scalar(name)[0][-1]) for name in run.scalar_names if len(run.scalar(name)[0])]
+    return max(ends, default=None)
+
+
+def counts(run: Run) -> dict[str, int]:
+    """How many layers are in each state of coverage."""
+    states = [layer.state for layer in run.coverage]
+    return {state: states.count(state) for state in ("verified", "logits_only", "uncovered")}
+
+
+def blindness(run: Run) -> str | None:
+    """Why nothing can be said of the attention; None when some of it was measured."""
+    seen = counts(run)
+    if not len(run.steps):
+        return "no sample was recorded"
+    if run.coverage and seen["uncovered"] == len(run.coverage):
+        return f"none of its {len(run.coverage)} attention layers could be measured"
+    if not any(np.isfinite(sample.values).any() for sample in run.iter_samples()):
+        return "its samples hold no number"
+    return None
+
+
+def verdict(run: Run) -> tuple[str, str]:
+    """State ("diverged", "collapsed", "critical", "warning", "unknown" or "healthy") and one sentence."""
+    start, blind = onset(run), blindness(run)
+    alerts = [alert for alert in fired(run, "critical", "warning") if alert.rule not in SEEN_APART]
+    critical = [alert for alert in alerts if alert.severity == "critical"]
+    collapse = next((alert for alert in critical if alert.rule in COLLAPSE), None)
+    if start is not None:
+        return "diverged", f"The loss diverged from step {start:,}{_foresight(run, start, blind)}."
+    if collapse is not None:
+        return "collapsed", f"Attention collapsed at step {collapse.fired_step:,}{_since(collapse)}{_limits(run)}."
+    if critical:
+        return "critical", f"{critical[0].rule} fired at step {critical[0].fired_step:,}{_limits(run)}."
+    if blind is not None:
+        return "unknown", f"Could not tell whether attention is healthy: {blind}."
+    if alerts:
+        return "warning", f"{alerts[0].rule} warned at step {alerts[0].fired_step:,}{_since(alerts[0])}{_limits(run)}."
+    return "healthy", f"Healthy{_limits(run) or ': attention stayed clear of every alarm'}."
+
+
+def _foresight(run: Run, start: int, blind: str | None) -> str:
+    steps = lead(run)
+    if steps is not None and steps > 0:
+        return f"; attention had collapsed {steps:,} {'step' if steps == 1 else 'steps'} before"
+    if steps is not None:
+        return f"; the alert on attention came {-steps:,} steps after" if steps else "; attention collapsed at that step"
+    if blind is not None:
+        return f"; attention could not warn, since {blind}"
+    return "; no alert of attention collapse stood at that step"
+
+
+def _since(alert: Alert) -> str:
+    if alert.resolved_step is not None:
+        return f" and recovered by step {alert.resolved_step:,}"
+    return ", the loss has not diverged" if alert.rule in COLLAPSE else ""
+
+
+def _limits(run: Run) -> str:
+    """What weakens a verdict: layers that were not seen, and a run that has not ended."""
+    seen, parts = counts(run), []
+    if seen["uncovered"]:
+        parts.append(f"{seen['uncovered']} of {len(run.coverage)} layers were not covered")
+    if seen["logits_only"]:
+        parts.append(f"{seen['logits_only']} of {len(run.coverage)} layers gave no spectrum")
+    so_far = "" if run.ended else " so far"
+    return f"{so_far}, as far as seen: {' and '.join(parts)}" if parts else so_far
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
