@@ -16,7 +16,7 @@ venv: .venv/ready  ## .venv with attnwatch (editable) and the development tools
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip setuptools
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e . --group dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e . --group dev
 	touch $@
 
 test: venv check  ## checks, then every test
@@ -27,7 +27,7 @@ check: venv  ## ruff and mypy
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-demo: venv  ## trains two small models and opens the report on both
+demo: venv  ## trains two small models; leaves their runs and one report
 	$(BIN)/attnwatch demo
 
 bench: venv  ## the tables of the README

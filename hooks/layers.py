@@ -47,8 +47,11 @@ class Layer:
 
 @dataclass
 class Draft:
-    """What one layer gave in this step, still on the device. look: spectrum `[S, H]`, error `[]` (of the layer's output,
-    or of c q.k against hand-written scores) and bound `[H]` are there only if the weights were looked at."""
+    """What one layer gave in this step, still on the device.
+
+    spectrum `[S, H]`, error `[]` (of the layer's output, or of c q.k against hand-written scores) and bound `[H]` are
+    there only if the weights were looked at.
+    """
 
     pair: tuple[Tensor, Tensor]
     looked: bool

@@ -269,8 +269,8 @@ def observe(
 ) -> None:
     """Tell attnwatch of an attention that has no softmax call to see. Free when no sample is being taken.
 
-    module: the attention module, part of a watched model. q: `[B, H, Tq, d]`, k: `[B, Hk, Tk, d]`, any float dtype, as they
-    enter the dot product. scale: None is `1/sqrt(d)`. mask: broadcastable to `[B, H, Tq, Tk]`, bool (True: visible) or
+    module: the attention module, part of a watched model. q: `[B, H, Tq, d]`, k: `[B, Hk, Tk, d]`, any float dtype, as
+    they enter the dot product. scale: None is `1/sqrt(d)`. mask: broadcastable to `[B, H, Tq, Tk]`, bool (True: visible) or
     float (added). causal: key j is visible to row i if `j <= i`. Call it inside the module's forward. Never raises.
     """
     for probe in _ARMED:

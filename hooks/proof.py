@@ -1,4 +1,4 @@
-"""Proofs that a call was understood: rotation-invariant comparison of vectors, and the layer's own output made again."""
+"""Proofs that a call was understood: vectors compared whatever their rotation, the layer's own output made again."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnwatch.hooks.statistics import Statistic, effective_rank
+from attnwatch.hooks.maps import effective_rank
+from attnwatch.hooks.statistics import Statistic
 
 TOP = 10
 ENERGY = 0.9

@@ -1,30 +1,21 @@
 """The numbers of attention maps: pure functions, tensors in, one value a head out, computed block by block.
 
-Nothing here waits for the device, reads a tensor's value on the host, or touches a random state: it runs in the hooks
-of a model that trains. (One exception is torch's own: on CUDA, `torch.linalg.eigvalsh` waits to check for errors.)
+Nothing here reads a tensor's value on the host or touches a random state: it runs in the hooks of a model that trains.
 """
 
 from __future__ import annotations
 
 from itertools import groupby
-from math import log
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnwatch.hooks.attention import Attention, check
+from attnwatch.hooks.maps import Pair, measure_block
 
 BLOCK = 2**20
 """Most elements of one float32 temporary (4 MiB): sequences, heads, then rows are taken a block at a time."""
-
-RANK_ROWS = 1024
-"""Most rows that one sequence gives to `map_rank`: its cost grows with their third power."""
-
-SATURATED = 0.99
-INF = float("inf")
-HUGE = torch.finfo(torch.float32).max
-LOW = -HUGE / 2  # stands for a hidden logit: unlike -inf, 0 * LOW is 0
 
 
 class Statistic(NamedTuple):
@@ -90,12 +81,6 @@ def _runs() -> list[tuple[str, slice]]:
 
 _RUNS = _runs()
 
-Pair = tuple[Tensor, Tensor]
-"""Values and weights, float64 `[len(ATTENTION), H]` each, that merge over sequences, micro-batches and ranks.
-
-mean: the weighted sum and its weight; max: the largest (-inf with weight 0: none) and 1; sum: the sum and 1.
-"""
-
 
 def attention_statistics(
     q: Tensor,
@@ -114,7 +99,7 @@ def attention_statistics(
 
     q: `[B, H, Tq, d]`, k: `[B, Hk, Tk, d]`; the other arguments are those of `attnwatch.hooks.attention.Attention`.
     rows: at most so many rows of each sequence, evenly spread; None measures all, without holding a `Tq x Tk` map of a
-    long sequence, except that `map_rank` takes evenly spaced rows, at most `RANK_ROWS`. Raises ValueError.
+    long sequence, except that `map_rank` takes evenly spaced rows, at most {RANK_ROWS}. Raises ValueError.
     """
     attention = Attention(q, k, scale, causal, window, mask, bias, softcap, sinks)
     check(attention)
@@ -173,7 +158,7 @@ def measure(attention: Attention, sequences: Tensor | list[int], rows: Tensor | 
         for at in range(0, len(sequences), b):
             some = slice(at, at + b)
             n, whole, origin = (_of_heads(t[some], heads) for t in (visible, full, first))
-            part = _measure(attention, sequences[some], heads, rows, n, whole, origin, r)
+            part = measure_block(attention, sequences[some], heads, rows, n, whole, origin, r)
             pair = part if pair is None else merge(pair, part)
         assert pair is not None
         pairs.append(pair)
@@ -192,169 +177,3 @@ def _block(attention: Attention, rows: int) -> tuple[int, int, int]:
 
 def _of_heads(tensor: Tensor, heads: slice) -> Tensor:
     return tensor if tensor.shape[1] == 1 else tensor[:, heads]
-
-
-class _Tally(NamedTuple):
-    """What is known of a block of sequences and heads after some of its rows. A used row is full and finite."""
-
-    sums: Tensor  # float64 [9, b, h] over used rows: six row statistics, dropped mass, their count; then nonfinite
-    largest: Tensor  # [2, b, h]: logit, query norm
-    columns: Tensor  # float64 [b, h, Tk]: attention that each key takes, over used rows
-    seen: Tensor  # float64 [b, h, Tk]: used rows that see the key
-    reached: Tensor | None  # bool [b | 1, h | 1, Tk]: keys that any row sees; None: all
-    maps: tuple[Tensor, ...]  # [b, h, some rows, Tk]: softmax over the keys, for map_rank
-    masses: tuple[Tensor, ...]  # [b, h, some rows]: 1 less the dropped mass; 0 where not used
-
-    def plus(self, other: _Tally) -> _Tally:
-        return _Tally(
-            self.sums + other.sums,
-            torch.maximum(self.largest, other.largest),
-            self.columns + other.columns,
-            self.seen + other.seen,
-            None if self.reached is None or other.reached is None else self.reached | other.reached,
-            self.maps + other.maps,
-            self.masses + other.masses,
-        )
-
-
-def _measure(
-    attention: Attention, sequences: Tensor, heads: slice, rows: Tensor, n: Tensor, full: Tensor, first: Tensor, r: int
-) -> Pair:
-    """A block of sequences and heads, r rows at a time. n, full: `[b, h | 1, R]`; first: `[b, h | 1]`."""
-    keys = attention.key_block(sequences, heads)
-    stride = -(-len(rows) // RANK_ROWS)
-    tally: _Tally | None = None
-    for at in range(0, len(rows), r):
-        part = slice(at, at + r)
-        kept = slice(-at % stride, None, stride)
-        rest = _tally(attention, keys, sequences, heads, rows[part], n[..., part], full[..., part], kept)
-        tally = rest if tally is None else tally.plus(rest)
-    assert tally is not None
-    sums, dropped, used, nonfinite = tally.sums[:6], tally.sums[6], tally.sums[7], tally.sums[8]
-
-    mean = torch.where(tally.seen > 0, tally.columns / tally.seen, 0.0)
-    shared = (2 * tally.seen >= used[..., None]) & (used[..., None] > 0)
-    sink_mass, sink = torch.where(shared, mean, -1.0).max(-1)
-    known = used * (sink_mass >= 0)
-    if attention.sinks is not None:
-        sink_mass = torch.maximum(sink_mass, dropped / used)
-    first_key_mass = mean.gather(-1, first.expand_as(used)[..., None])[..., 0]
-    maps = tally.maps[0] if len(tally.maps) == 1 else torch.cat(tally.maps, 2)
-    rank = _map_rank(maps, torch.cat(tally.masses, 2), sink)
-    per_sequence = torch.where(known > 0, torch.stack([sink_mass, rank]), 0.0) * known
-
-    key_norm = torch.full_like(tally.largest[0], -INF)
-    if keys is not None:
-        norms = _norms(keys).repeat_interleave(used.shape[1] // keys.shape[1], 1)
-        key_norm = (norms if tally.reached is None else torch.where(tally.reached, norms, -INF)).amax(-1)
-    largest = torch.cat([tally.largest, key_norm[None]]).amax(1).double()
-
-    spread, ratio, entropy, entropy_ratio, saturated, gradient = sums.sum(1)
-    total, unknown = used.sum(0), known.sum(0)
-    held = (largest > -INF).double()
-    values = [
-        largest[0], spread, ratio, entropy, entropy_ratio, per_sequence[0].sum(0), (first_key_mass * used).sum(0),
-        saturated, gradient, per_sequence[1].sum(0), largest[1], largest[2], nonfinite.sum(0),
-    ]  # fmt: skip
-    weights = [
-        held[0], total, total, total, total, unknown, total,
-        total, total, unknown, held[1], held[2], torch.ones_like(total),
-    ]  # fmt: skip
-    return torch.stack(values), torch.stack(weights)
-
-
-def _tally(
-    attention: Attention,
-    keys: Tensor | None,
-    sequences: Tensor,
-    heads: slice,
-    rows: Tensor,
-    n: Tensor,
-    full: Tensor,
-    kept: slice,
-) -> _Tally:
-    """Some rows of a block; `kept` of them are for map_rank."""
-    queries = attention.query_block(sequences, heads, rows)
-    s = attention.logits(queries, keys, sequences, heads, rows)
-    visible = attention.visible(sequences, heads, rows)
-    lowest = s.amin(-1) if visible is None else torch.where(visible, s, INF).amin(-1)
-    if visible is not None:
-        s = torch.where(visible, s, LOW)
-    s.clamp_(min=LOW)
-    nonfinite = (s - s).nan_to_num_(nan=1.0).sum(-1)  # inf - inf is NaN; comparing would be slower
-    s.nan_to_num_(nan=LOW, posinf=HUGE)
-    top = s.amax(-1)
-    use = full & (nonfinite == 0) & lowest.isfinite()
-
-    s.sub_(top[..., None])
-    # softmax, not exp: on CPU it is several times faster, most of all where keys are hidden.
-    p = s.softmax(-1)
-    peak = p.amax(-1)  # 1 / Z
-    entropy = -peak.log() - s.mul_(p).sum(-1)
-    square = torch.linalg.vector_norm(p, dim=-1) ** 2
-    least = 0  # terms of the entropy beside the keys
-    dropped = torch.zeros_like(top)
-    if attention.sinks is not None:
-        least = 1
-        sink = attention.sinks.detach().float()
-        sink = (sink if sink.numel() == 1 else sink[heads])[..., None]
-        use = use & sink.isfinite()
-        dropped = (sink - top + peak.log()).sigmoid()
-        # Entropy of the choice between sink and keys, then of the choice among the keys.
-        entropy = (1 - dropped) * entropy + torch.special.entr(dropped) + torch.special.entr(1 - dropped)
-        square = (1 - dropped) ** 2 * square
-
-    count = n.float()
-    values = torch.stack([
-        top - lowest,
-        (top - lowest) / ((count - 1).clamp(min=1).log() + log(99)),
-        entropy.clamp(min=0),
-        (entropy / (count + least).log()).clamp(0, 1),
-        ((1 - dropped) * peak > SATURATED).float(),
-        (1 - square) * count / (count - 1),
-        dropped,
-        torch.ones_like(top),
-    ])  # fmt: skip
-    sums = torch.where(use, values, 0.0).sum(-1, dtype=torch.float64)
-    seen = use.sum(-1, keepdim=True) if visible is None else _columns(use.float(), visible.float())
-    weight = torch.where(use, 1 - dropped, 0.0)
-    norm = torch.full_like(top, -INF) if queries is None else torch.where(n > 0, _norms(queries), -INF)
-    top = torch.where((n > 0) & (top > LOW), top, -INF)
-    top = torch.where(top < HUGE, top, INF)
-    return _Tally(
-        torch.cat([sums, nonfinite.sum(-1, dtype=torch.float64)[None]]),
-        torch.stack([top, norm]).amax(-1),
-        _columns(weight, p).double(),
-        seen.double().expand(-1, -1, p.shape[-1]),
-        None if visible is None else visible.any(-2),
-        (p if kept == slice(0, None, 1) else p[:, :, kept].clone(),),
-        (weight[:, :, kept],),
-    )
-
-
-def _columns(weights: Tensor, maps: Tensor) -> Tensor:
-    """`[b, h, Tk]`: weighted sums over rows of `[b | 1, h | 1, R, Tk]`, without repeating what is shared."""
-    if maps.shape[1] > 1:
-        return (weights[..., None, :] @ maps)[..., 0, :]
-    return weights @ (maps[0, 0] if maps.shape[0] == 1 else maps[:, 0])
-
-
-def _norms(vectors: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(vectors, dim=-1).nan_to_num(nan=-INF, posinf=INF)
-
-
-def _map_rank(maps: Tensor, masses: Tensor, sink: Tensor) -> Tensor:
-    """float64 `[b, h]`: effective rank of `[b, h, R, Tk]` without column `sink` `[b, h]`; overwrites maps.
-
-    The Gram matrix may be float32, its eigenvalues not; both cost a fraction of singular values of the map.
-    """
-    maps.scatter_(-1, sink[..., None, None].expand(*maps.shape[:-1], 1), 0.0)
-    left = maps.sum(-1)
-    maps.mul_(torch.where(left * masses < 1e-6, 0.0, 1 / left)[..., None])
-    gram = maps @ maps.mT if maps.shape[-2] <= maps.shape[-1] else maps.mT @ maps
-    return effective_rank(torch.linalg.eigvalsh(gram.double()).clamp(min=0)).nan_to_num(nan=0.0)
-
-
-def effective_rank(energy: Tensor) -> Tensor:
-    """exp of the entropy of the shares of `energy` `[..., n]` (Roy and Vetterli 2007); NaN where there is none."""
-    return torch.special.entr(energy / energy.sum(-1, keepdim=True)).sum(-1).exp()

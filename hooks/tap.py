@@ -56,7 +56,7 @@ class Pair(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """One attention call. value `[B, Hk, Tk, dv]` and output `[B, H, Tq, dv]` (with a projection: `[Tq, B, E]`, after it)
+    """One attention call. value `[B, Hk, Tk, dv]` and output `[B, H, Tq, dv]` (`[Tq, B, E]` after its projection)
     serve the proof that the call was understood. weights: `(W_q [E, in], W_k)` when the call itself names them.
     dropped: attention dropout was on. folded: heads could not be told from sequences."""
 

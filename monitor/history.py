@@ -74,7 +74,7 @@ def median(window: Array) -> Array:
 
 def slope(window: Array) -> Array:
     t = np.arange(len(window)) - (len(window) - 1) / 2
-    return np.asarray(np.tensordot(t / (t @ t), window, 1))
+    return np.asarray(np.tensordot(t / (t @ t), window - window[0], 1))  # less the first: exactly 0 of what stays
 
 
 class Heads:
@@ -83,9 +83,13 @@ class Heads:
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = tuple(metrics)
         self._rows: dict[str, int] = {}
-        self.values: dict[str, Array] = {metric.name: np.empty((0, 0)) for metric in metrics}
-        """`[L, H]` of each metric, NaN where this sample has none; merge "last": the last finite one it had."""
-        self._ever = np.empty((0, 0))
+        self._last: dict[str, Array] = {metric.name: np.empty((0, 0)) for metric in metrics if metric.merge == "last"}
+        self._ever = np.empty((0, 0))  # 1 for a head of which any number was ever measured, else NaN
+        self.values: dict[str, Array] = {}
+        """`[L, H]` of each metric. Merge "last": the last finite one, where the head gave any number this time.
+
+        A head that gave nothing is NaN throughout: what it was like before must not pass for what it is like now.
+        """
 
     @property
     def layers(self) -> list[str]:
@@ -93,7 +97,7 @@ class Heads:
 
     @property
     def exist(self) -> NDArray[np.bool_]:
-        """`[L, H]`: of which heads any number was ever measured; what is not so is padding or uncovered."""
+        """`[L, H]`: of which heads any number was ever measured; the others are padding or uncovered."""
         return ~np.isnan(self._ever)
 
     def take(self, sample: Sample) -> None:
@@ -102,12 +106,13 @@ class Heads:
         rows = [self._rows[layer] for layer in sample.layers]
         width = sample.values.shape[2]
         blank = np.full((len(self._rows), max(width, self._ever.shape[1])), np.nan)
-        self._ever = _grown(self._ever, blank)
         for metric in self._metrics:
-            new = blank.copy()
+            self.values[metric.name] = new = blank.copy()
             if metric.name in sample.metrics:
                 new[rows, :width] = sample[metric.name]
-            if metric.merge == "last":
-                new = np.where(np.isfinite(new), new, _grown(self.values[metric.name], blank))
-            self.values[metric.name] = new
-            self._ever = np.where(np.isnan(new), self._ever, 1.0)
+        present = ~np.isnan(list(self.values.values())).all(axis=0)
+        self._ever = np.where(present, 1.0, _grown(self._ever, blank))
+        for name, last in self._last.items():
+            new = self.values[name]
+            self._last[name] = np.where(np.isfinite(new), new, _grown(last, blank))
+            self.values[name] = np.where(present, self._last[name], np.nan)

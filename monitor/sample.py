@@ -72,7 +72,8 @@ class Sample:
         """`[L, H]` of one metric. Raises KeyError with the names that exist."""
         if metric not in self.metrics:
             raise KeyError(f"no metric {metric!r}; there are: {', '.join(self.metrics)}")
-        return self.values[self.metrics.index(metric)]
+        values: NDArray[np.float32] = self.values[self.metrics.index(metric)]
+        return values
 
 
 @dataclass(frozen=True)

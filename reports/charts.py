@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 
+MINUS = "\N{MINUS SIGN}"
 FINE = 4
 """Path units to a pixel; paths are drawn inside a group that scales by 1 / FINE."""
 
@@ -96,13 +97,13 @@ def number(value: float | None) -> str:
     if value is None or np.isnan(value):
         return "unknown"
     if not isfinite(value):
-        return "∞" if value > 0 else "−∞"
+        return "∞" if value > 0 else f"{MINUS}∞"
     size = abs(value)
     if size >= 1e6 or 0 < size < 1e-3:
         mantissa, _, power = f"{value:.2e}".partition("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}".replace("-", "−")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}".replace("-", MINUS)
     text = f"{value:,.0f}" if size >= 1000 or value == int(value) else f"{value:.3g}"
-    return text.replace("-", "−")
+    return text.replace("-", MINUS)
 
 
 def bins(count: int, limit: int) -> NDArray[np.intp]:

@@ -13,10 +13,12 @@ from attnwatch.reports import charts, heat
 from attnwatch.reports.charts import Scale, number
 from attnwatch.reports.panels import median, sparkline, thresholds
 from attnwatch.reports.summary import SEEN_APART, fired, main_alert, onset
+from attnwatch.reports.words import UNIT_INTERVAL
 
 if TYPE_CHECKING:
     from attnwatch.monitor.alerts import Alert
     from attnwatch.monitor.run import Run
+    from attnwatch.monitor.sample import Metric
 
 FRAMES = 100
 WORST_ALERTS, WORST_METRICS = 3, 4
@@ -24,21 +26,21 @@ WORST_ALERTS, WORST_METRICS = 3, 4
 
 @dataclass(frozen=True)
 class Colours:
-    """Values at the pale and at the dark end. Fixed, so that maps of different runs and pages compare."""
+    """Values at the quiet and at the loud end. Fixed, so that maps of different runs and pages compare."""
 
-    pale: float
-    dark: float
+    quiet: float
+    loud: float
     log: bool = False
 
 
 MAPPED = {
-    "entropy_ratio": Colours(1.0, 0.0),
-    "qk_rank_ratio": Colours(1.0, 0.0),
-    "spread_ratio": Colours(0.3, 30.0, log=True),
-    "logit_max": Colours(1.0, 1e4, log=True),
+    "entropy_ratio": Colours(0.8, 0.0),
+    "qk_rank_ratio": Colours(1.0, 0.2),
+    "spread_ratio": Colours(1.0, 30.0, log=True),
+    "logit_max": Colours(10.0, 1e4, log=True),
     "first_key_mass": Colours(0.0, 1.0),
 }
-"""Darker is nearer to the signature of collapse: low entropy, few directions, wide logits. Mass: darker is more."""
+"""The loud end is the signature of collapse: low entropy, few directions, wide logits. Mass: loud is much."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def heat_maps(run: Run, pixels: int) -> HeatMaps | None:
     steps = run.steps[frames]
     shown = len(frames) - 1
     if alert is not None and alert.fired_step is not None:
-        shown = int(max(np.searchsorted(steps, alert.fired_step, side="right") - 1, 0))
+        shown = max(int(np.searchsorted(steps, alert.fired_step, side="right")) - 1, 0)
     maps, columns = [], []
     for metric in sorted((m for m in run.metrics if m.name in MAPPED), key=lambda m: list(MAPPED).index(m.name)):
         values = run.metric(metric.name)
@@ -85,7 +87,7 @@ def heat_maps(run: Run, pixels: int) -> HeatMaps | None:
         values, colours = values[frames], MAPPED[metric.name]
         if not np.isfinite(values).any():
             continue
-        picture = heat.sprite(values, colours.pale, colours.dark, log=colours.log)
+        picture = heat.sprite(values, colours.quiet, colours.loud, log=colours.log)
         maps.append(HeatMap(metric.name, colours, picture))
         columns.append([number(float(value)) for value in median(values[shown])])
     if not maps:
@@ -142,28 +144,28 @@ def worst_heads(run: Run) -> list[WorstHeads]:
         if alert.rule in found or alert.rule in SEEN_APART or not alert.heads or len(found) == WORST_ALERTS:
             continue
         names = tuple(name for name in alert.values if name in known)[:WORST_METRICS]
-        histories = {}
-        for name in names:
-            values = run.metric(name)
-            histories[name] = held(values) if known[name].merge == "last" else values
-        heads = tuple(
-            WorstHead(layer, head, tuple(_cell(run, alert, layer, head, name, histories[name]) for name in names))
-            for layer, head in alert.heads
-            if layer in run.layers and head < run.heads
-        )
+        named = [(layer, head) for layer, head in alert.heads if layer in run.layers and head < run.heads]
+        if not named or not len(run.steps):
+            continue
+        columns = [_column(run, alert, known[name], named) for name in names]
+        cells = zip(*columns, strict=True) if columns else [()] * len(named)
+        heads = tuple(WorstHead(*head, tuple(row)) for head, row in zip(named, cells, strict=True))
         found[alert.rule] = WorstHeads(alert, names, heads)
     return list(found.values())
 
 
-def _cell(
-    run: Run, alert: Alert, layer: str, head: int, name: str, values: NDArray[np.float32]
-) -> tuple[str, Markup]:
-    history = values[:, run.layers.index(layer), head]
+def _column(run: Run, alert: Alert, metric: Metric, named: list[tuple[str, int]]) -> list[tuple[str, Markup]]:
+    """Of each head the value when the alert fired and the history, all on one scale."""
+    values = run.metric(metric.name)
+    values = held(values) if metric.merge == "last" else values
+    histories = [values[:, run.layers.index(layer), head] for layer, head in named]
+    line = next((each.value for each in thresholds(metric.name, run.rules) if each.rule == alert.rule), None)
+    low, high = charts.limits(histories, [] if line is None else [line])
+    y = Scale(0.0, 1.0, 28, 2) if metric.name in UNIT_INTERVAL else Scale(low, high, 28, 2)
     moment = alert.fired_step or 0
-    index = int(np.searchsorted(run.steps, moment, side="right")) - 1
-    line = next((each.value for each in thresholds(name, run.rules) if each.rule == alert.rule), None)
-    low, high = charts.limits(history, [] if line is None else [line])
-    picture = sparkline(
-        f"{name} of {layer}, head {head}", run.steps, history, Scale(low, high, 28, 2), line, float(moment)
-    )
-    return number(float(history[max(index, 0)])), picture
+    index = max(int(np.searchsorted(run.steps, moment, side="right")) - 1, 0)
+    titles = [f"{metric.name} of {layer}, head {head}" for layer, head in named]
+    return [
+        (number(float(history[index])), sparkline(title, run.steps, history, y, line, float(moment)))
+        for title, history in zip(titles, histories, strict=True)
+    ]

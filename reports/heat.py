@@ -12,20 +12,32 @@ from numpy.typing import NDArray
 LEVELS = 63
 """Colours of the scale. Index 0 of the palette is transparent: a head that was not measured."""
 
-_ANCHORS = ("#f7f1e3", "#f3d9a4", "#eeb265", "#e08048", "#c24c47", "#8f2a54", "#541b52", "#220f35")
-"""Falls steadily in lightness, so that it reads the same in grey and to every kind of colour vision."""
+RAMPS = {
+    "light": ("#f7f1e3", "#f3d9a4", "#eeb265", "#e08048", "#c24c47", "#8f2a54", "#541b52", "#220f35"),
+    "dark": ("#1d1d25", "#33203f", "#5e2354", "#93304f", "#c4483f", "#e57c3a", "#f4b75b", "#fbeec2"),
+}
+"""Colours for a pale and for a dark page, from the page's own to what stands out most. Lightness moves one way only, so
+that each reads the same in grey and to every kind of colour vision. The pictures are grey, and grey is what shows where
+a browser has no filters; the page's filters colour them."""
+
+
+def table(theme: str, channel: int) -> str:
+    """`tableValues` of the filter that turns grey into one channel (0 red, 1 green, 2 blue) of a ramp."""
+    shares = [int(colour[1 + 2 * channel : 3 + 2 * channel], 16) / 255 for colour in RAMPS[theme]]
+    return " ".join(f"{share:.3f}" for share in reversed(shares))  # the picture's high values are black
 
 
 def palette() -> NDArray[np.uint8]:
-    """`[LEVELS, 3]`, pale to dark."""
-    anchors = np.array([[int(text[i : i + 2], 16) for i in (1, 3, 5)] for text in _ANCHORS], dtype=np.float64)
-    place = np.linspace(0, len(anchors) - 1, LEVELS)
-    channels = [np.interp(place, np.arange(len(anchors)), anchors[:, c]) for c in range(3)]
-    return np.round(np.stack(channels, axis=1)).astype(np.uint8)
+    """`[LEVELS, 3]` greys, white to black."""
+    greys = np.linspace(255, 0, LEVELS).round().astype(np.uint8)
+    return np.repeat(greys[:, None], 3, axis=1)
 
 
 def levels(values: NDArray[np.floating], low: float, high: float, *, log: bool = False) -> NDArray[np.uint8]:
-    """Palette index of each value: 1 (low) to LEVELS (high), 0 for NaN. `low > high` turns the scale round."""
+    """Palette index of each value: 1 (low, white) to LEVELS (high, black), 0 for NaN.
+
+    `low > high` turns the scale round.
+    """
     data = np.asarray(values, dtype=np.float64)
     if log:
         floor = min(low, high)

@@ -15,18 +15,18 @@ from markupsafe import Markup
 
 from attnwatch.monitor.sample import Coverage, Metric, UsageError
 from attnwatch.reports import heat
-from attnwatch.reports.charts import number
+from attnwatch.reports.charts import Scale, number
 from attnwatch.reports.heads import heat_maps, worst_heads
 from attnwatch.reports.panels import Detail, panel, reduce, thresholds, value_scale
 from attnwatch.reports.summary import fired, last_step, lead, main_alert, onset, summarize
-from attnwatch.reports.timeline import timeline
+from attnwatch.reports.timeline import loss_scale, timeline
 from attnwatch.reports.words import GROUPS, READING
 
 if TYPE_CHECKING:
     from attnwatch.monitor.run import Run
 
-LINE_POINTS = 250_000
-"""Points of all lines of a page: about 1.4 MB."""
+LINE_POINTS = 400_000
+"""Points of all lines of a page: about 2.3 MB."""
 HEAT_PIXELS = 1_200_000
 """Pixels of all heat maps of a page: at most 1.6 MB, as base64 of what hardly compresses."""
 TABLE_LINES = 200
@@ -62,22 +62,23 @@ def render(runs: Sequence[Run]) -> str:
     )
     environment.filters |= {"number": _number, "sha256": _sha256, "stepped": _stepped}
     span = _span(runs)
-    detail = _detail(runs)
+    detail, loss = _detail(runs), loss_scale(runs)
     return environment.get_template("page.html").render(
-        runs=[_facts(run, span, HEAT_PIXELS // len(runs)) for run in runs],
+        runs=[_facts(run, span, loss, HEAT_PIXELS // len(runs)) for run in runs],
         differences=differences([run.header for run in runs]),
         groups=_groups(runs, span, detail),
         detail=detail,
         thinned=any(len(run.steps) > detail.points for run in runs),
         layers_left_out=any(len(run.layers) > detail.layers for run in runs),
         legend=heat.legend(),
-        levels=heat.LEVELS,
+        ramps=list(heat.RAMPS),
+        table=heat.table,
         table_lines=TABLE_LINES,
         metrics=list({metric.name: metric for run in runs for metric in run.metrics}.values()),
     )
 
 
-def _facts(run: Run, span: tuple[float, float], pixels: int) -> dict[str, Any]:
+def _facts(run: Run, span: tuple[float, float], loss: Scale, pixels: int) -> dict[str, Any]:
     """What the template shows of one run beside the metrics that all runs share a chart of."""
     summary = summarize(run)
     alert = main_alert(run)
@@ -94,7 +95,7 @@ def _facts(run: Run, span: tuple[float, float], pixels: int) -> dict[str, Any]:
             (a for a in run.alerts if a.fired_step is not None or a.state == "pending"),
             key=lambda a: (a.pending_step, a.rule),
         ),
-        "timeline": timeline(run, span),
+        "timeline": timeline(run, span, loss),
         "losses": _losses(run),
         "heat": heat_maps(run, pixels),
         "worst": worst_heads(run),

@@ -72,10 +72,7 @@ def reduce(steps: NDArray[np.int64], values: NDArray[np.float32], metric: Metric
         tuple(float(layer) / max(layers - 1, 1) for layer in drawn),
         np.fmin.reduceat(np.fmin.reduce(flat, axis=1), starts).astype(np.float64),
         np.fmax.reduceat(np.fmax.reduce(flat, axis=1), starts).astype(np.float64),
-        tuple(
-            (int(steps[row]), float(np.fmin.reduce(flat[row])), float(median(flat[row])), float(np.fmax.reduce(flat[row])))
-            for row in rows
-        ),
+        tuple((int(steps[row]), *extent(flat[row])) for row in rows),
     )  # fmt: skip
 
 
@@ -87,6 +84,11 @@ def median(values: NDArray[np.floating]) -> Floats:
     high = np.take_along_axis(ordered, np.minimum(count // 2, ordered.shape[-1] - 1), axis=-1)
     middle: Floats = np.where(count > 0, (low.astype(np.float64) + high) / 2, np.nan)[..., 0]
     return middle
+
+
+def extent(values: NDArray[np.floating]) -> tuple[float, float, float]:
+    """Lowest, median and highest of the values that are not NaN."""
+    return float(np.fmin.reduce(values)), float(median(values)), float(np.fmax.reduce(values))
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,9 @@ def value_scale(name: str, parts: Sequence[Reduced], lines: Sequence[Threshold])
     return Scale(*charts.limits([low, high], near, pad=0.0 if not near else 0.02), start, end)
 
 
-def panel(run: Run, name: str, part: Reduced, span: tuple[float, float], y: Scale, lines: Sequence[Threshold]) -> Markup:
+def panel(
+    run: Run, name: str, part: Reduced, span: tuple[float, float], y: Scale, lines: Sequence[Threshold]
+) -> Markup:
     """One metric of one run: a line a layer, the range over all heads behind them, the rules' thresholds."""
     x = Scale(*span, LEFT, WIDTH - RIGHT)
     last = part.table[-1] if part.table else None
@@ -144,8 +148,8 @@ def panel(run: Run, name: str, part: Reduced, span: tuple[float, float], y: Scal
         fine(
             element("path", d=charts.area(x(part.steps), y(part.low), y(part.high)), class_="envelope"),
             *(
-                element("path", d=charts.path(x(part.steps), y(part.lines[:, i])), class_=f"d{round(depth * (DEPTHS - 1))}")
-                for i, depth in enumerate(part.depth)
+                element("path", d=charts.path(x(part.steps), y(line)), class_=f"d{round(depth * (DEPTHS - 1))}")
+                for line, depth in zip(part.lines.T, part.depth, strict=True)
             ),
         ),
         *(_threshold(line, y) for line in lines if y.holds(line.value)),

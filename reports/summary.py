@@ -128,9 +128,9 @@ def verdict(run: Run) -> tuple[str, str]:
 def _foresight(run: Run, start: int, blind: str | None) -> str:
     steps = lead(run)
     if steps is not None and steps > 0:
-        return f"; attention had collapsed {steps:,} {'step' if steps == 1 else 'steps'} before"
+        return f"; attention had given warning {steps:,} {'step' if steps == 1 else 'steps'} before"
     if steps is not None:
-        return f"; the alert on attention came {-steps:,} steps after" if steps else "; attention collapsed at that step"
+        return f"; the alert on attention came {f'{-steps:,} steps after' if steps else 'at that very step'}"
     if blind is not None:
         return f"; attention could not warn, since {blind}"
     return "; no alert of attention collapse stood at that step"

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import ArrayLike
 
 from attnwatch.reports import charts
 from attnwatch.reports.charts import Floats, Scale, element, fine, label, number, rule
 from attnwatch.reports.summary import COLLAPSE, lead, leads, onset
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from attnwatch.monitor.alerts import Alert
     from attnwatch.monitor.run import Run
 
@@ -25,7 +28,17 @@ SMOOTH = 20
 RANK = {"critical": 0, "warning": 1, "info": 2}
 
 
-def timeline(run: Run, span: tuple[float, float]) -> Markup:
+def loss_scale(runs: Sequence[Run]) -> Scale:
+    """The loss axis that all runs of a page share: logarithmic when the losses span more than a factor of 30."""
+    losses = [run.scalar("loss")[1] for run in runs if "loss" in run.scalar_names]
+    known = np.concatenate([np.zeros(0), *losses])
+    known = known[np.isfinite(known)]
+    log = bool(known.size) and known.min() > 0 and known.max() > 30 * known.min()
+    low, high = (float(known.min()) / 1.1, float(known.max()) * 1.1) if log else charts.limits(known)
+    return Scale(low, high, TOP + HEIGHT, TOP, log)
+
+
+def timeline(run: Run, span: tuple[float, float], y: Scale) -> Markup:
     """Loss, alerts, divergence and lead of one run; `span` is the range of steps that all runs of a page share."""
     lanes = alert_lanes(run.alerts)
     bottom = TOP + HEIGHT
@@ -40,9 +53,9 @@ def timeline(run: Run, span: tuple[float, float]) -> Markup:
     return charts.svg(
         WIDTH, height, f"Time line of {run.path.name}", described + ".",
         _grid(x, bottom, height - AXIS),
-        _loss(run, x, bottom),
-        *(_lane(bottom + 14 + LANE * i, group, x) for i, group in enumerate(lanes)),
         _divergence(run, x, bottom + 14 + LANE * len(lanes)),
+        _loss(run, x, y),
+        *(_lane(bottom + 14 + LANE * i, group, x) for i, group in enumerate(lanes)),
         class_="timeline",
     )  # fmt: skip
 
@@ -78,15 +91,10 @@ def _grid(x: Scale, bottom: float, end: float) -> Markup:
     )
 
 
-def _loss(run: Run, x: Scale, bottom: float) -> Markup:
+def _loss(run: Run, x: Scale, y: Scale) -> Markup:
     if "loss" not in run.scalar_names:
         return label((GUTTER + WIDTH) / 2, TOP + HEIGHT / 2, "The trainer passed no loss", "empty")
     steps, loss = run.scalar("loss")
-    finite = loss[np.isfinite(loss)]
-    log = bool(finite.size) and finite.min() > 0 and finite.max() > 30 * finite.min()
-    # A few exploded values must not press the rest of the curve flat.
-    ends = (float(finite.min()) / 1.1, float(finite.max()) * 1.1) if log else charts.limits(finite)
-    y = Scale(*ends, bottom, TOP, log)
     ticks = y.ticks(4)
     mean = running_mean(loss)
     broken = steps[~np.isfinite(loss)]
@@ -94,15 +102,15 @@ def _loss(run: Run, x: Scale, bottom: float) -> Markup:
         "g",
         *(rule(GUTTER, y.at(tick), WIDTH - RIGHT, y.at(tick), "grid") for tick in ticks),
         *(label(GUTTER - 12, y.at(tick) + 4, number(tick), "tick", "end") for tick in ticks),
-        label(0, TOP + 4, "loss" + (" (log)" if log else ""), "lane-name", "start"),
+        label(0, TOP + 4, "loss" + (" (log)" if y.log else ""), "lane-name", "start"),
         fine(
             element("path", d=_drawn(x, y, steps, loss), class_="raw"),
             element("path", d=_drawn(x, y, steps, mean), class_="loss"),
         ),
         *(
             [
-                rule(x.at(broken[0]), TOP, x.at(broken[0]), bottom, "broken"),
-                label(x.at(broken[0]) - 6, TOP + 14, f"not finite from step {broken[0]:,}", "note", "end"),
+                rule(x.at(broken[0]), TOP, x.at(broken[0]), TOP + HEIGHT, "broken"),
+                label(x.at(broken[0]) - 6, TOP + 32, f"not finite from step {broken[0]:,}", "note", "end"),
             ]
             if len(broken)
             else []
@@ -110,7 +118,7 @@ def _loss(run: Run, x: Scale, bottom: float) -> Markup:
     )
 
 
-def _drawn(x: Scale, y: Scale, steps: Floats, values: Floats) -> str:
+def _drawn(x: Scale, y: Scale, steps: ArrayLike, values: Floats) -> str:
     at, level = charts.thin(steps, np.where(np.isfinite(values), values, np.nan))
     return charts.path(x(at), y(level))
 
@@ -119,7 +127,7 @@ def _lane(top: float, alerts: list[Alert], x: Scale) -> Markup:
     middle = top + LANE / 2
     places = len({alert.place for alert in alerts})
     first = alerts[0]
-    name = f"{first.rule} ×{places}" if places > 1 else first.rule
+    name = f"{first.rule} \N{MULTIPLICATION SIGN}{places}" if places > 1 else first.rule
     glyph = {"critical": "▲", "warning": "◆"}.get(first.severity, "●")
     return element(
         "g",
@@ -157,12 +165,10 @@ def _divergence(run: Run, x: Scale, bottom: float) -> Markup:
     if start is None:
         return Markup("")
     at = x.at(start)
-    room = at < WIDTH - 160
+    room = at < WIDTH - RIGHT - 132
     parts = [
         rule(at, TOP - 6, at, bottom, "onset"),
-        label(
-            at + (7 if room else -7), TOP + HEIGHT - 10, f"loss diverges from {start:,}", "note", "start" if room else "end"
-        ),
+        label(at + (7 if room else -7), TOP + 13, f"loss diverges from {start:,}", "note", "start" if room else "end"),
     ]
     if ahead is not None and ahead > 0:
         rule_name = max(leads(run), key=lambda name: (leads(run)[name], -COLLAPSE.index(name)))
@@ -170,9 +176,7 @@ def _divergence(run: Run, x: Scale, bottom: float) -> Markup:
         parts += [
             element("rect", x=fired, y=TOP - 6, width=at - fired, height=HEIGHT + 6, class_="ahead"),
             rule(fired, TOP - 6, fired, bottom, "fired"),
-            element(
-                "path", d=f"M{fired:.1f} {y + 6}V{y}H{at:.1f}V{y + 6}", class_="bracket"
-            ),
+            element("path", d=f"M{fired:.1f} {y + 6}V{y}H{at:.1f}V{y + 6}", class_="bracket"),
             label((fired + at) / 2, y - 8, f"{ahead:,} {'step' if ahead == 1 else 'steps'} of warning", "lead"),
             element("title", f"{rule_name} fired {ahead:,} steps before the loss began to diverge"),
         ]

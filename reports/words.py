@@ -13,20 +13,22 @@ class Group(NamedTuple):
 
 GROUPS = (
     Group(
+        "The signature of collapse",
+        "Attention fails when many heads turn sparse and low-rank together, under logits spread wide. One of "
+        "the three alone is common in healthy models: a head that copies the previous token is sharp and fine.",
+        ("entropy_ratio", "qk_rank_ratio", "spread_ratio"),
+    ),
+    Group(
         "How sharp attention is",
-        "Attention fails when most heads turn sparse and low-rank together. Sparse alone is common in healthy models: "
-        "a head that copies the previous token, or rests on a sink, is sharp and fine.",
-        (
-            "entropy_ratio", "spread_ratio", "saturated_rows", "softmax_gradient",
-            "logit_max", "logit_spread", "entropy",
-        ),
+        "What a head's softmax makes of its logits.",
+        ("logit_max", "logit_spread", "entropy", "saturated_rows", "softmax_gradient"),
     ),
     Group(
         "Spectrum of the query-key weights",
-        "How many directions W_q^T W_k of a head really uses, from the weights alone. With QK-norm the raw product "
+        "How many directions W_qᵀ W_k of a head really uses, from the weights alone. With QK-norm the raw product "
         "concentrates in healthy runs too, because it does not see the norm: read it together with the entropy.",
         (
-            "qk_rank_ratio", "qk_rank", "qk_directions_90", "qk_energy_top1", "qk_energy_top10", "qk_sigma_max",
+            "qk_rank", "qk_directions_90", "qk_energy_top1", "qk_energy_top10", "qk_sigma_max",
             "wq_sigma_max", "wk_sigma_max", "layer_energy_top10", "layer_directions_90",
         ),
     ),
@@ -48,13 +50,13 @@ READING = {
     "spread_ratio": "1 is just enough for one key to take 99 % of a row. Healthy heads lie around 1 to 2.",
     "saturated_rows": "Rows that give one key more than 99 %. They pass next to no gradient to queries and keys.",
     "softmax_gradient": "How much gradient the softmax lets through; at 0 the head can no longer learn.",
-    "logit_max": "Above 100 is no danger by itself. Near 1,000 losses begin to suffer; runs above 10,000 have diverged.",
+    "logit_max": "Above 100 is no danger by itself. Near 1,000 losses begin to suffer, above 10,000 runs diverged.",
     "logit_spread": "Largest minus smallest logit of a row: what sharpness is made of.",
     "entropy": "In nats, not divided by its maximum: depends on the context length. Compare the ratio instead.",
     "qk_rank_ratio": "1 is as spread as random weights of this shape. Healthy trained heads lie mostly above 0.5.",
     "qk_rank": "Effective number of directions, at most the head size.",
     "qk_directions_90": "Directions that hold 90 % of the energy. Only comparable between heads of one size.",
-    "qk_energy_top1": "Share of the energy in the strongest direction. Rises in a collapse, and under a healthy QK-norm.",
+    "qk_energy_top1": "Share of the energy in the strongest direction. Rises in a collapse, and under QK-norm.",
     "qk_energy_top10": "Share of the energy in the ten strongest directions. High by construction in small heads.",
     "qk_sigma_max": "Largest singular value of the product: grows before the logits do.",
     "wq_sigma_max": "Spectral norm of the query weights.",

@@ -144,11 +144,20 @@ def collapse(
     if collapses:
         worst = tuple((names[-1 - index // 3], index % heads) for index in range(min(8, layers * heads)))
         write_alert(writer, alert("logit_growth", severity="info", place=names[-1], pending_step=500, fired_step=510))
-        write_alert(writer, alert("entropy_collapse", severity="warning", pending_step=510, fired_step=520, heads=worst))
+        write_alert(
+            writer, alert("entropy_collapse", severity="warning", pending_step=510, fired_step=520, heads=worst)
+        )
         write_alert(writer, alert(heads=worst))
         write_alert(
             writer,
-            alert("benign_sparsity", severity="info", state="resolved", pending_step=440, fired_step=460, resolved_step=540),
+            alert(
+                "benign_sparsity",
+                severity="info",
+                state="resolved",
+                pending_step=440,
+                fired_step=460,
+                resolved_step=540,
+            ),
         )
         write_alert(writer, divergence(688, 728))
     if ends:

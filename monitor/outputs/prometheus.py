@@ -10,6 +10,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from math import isfinite
 from socket import SHUT_RDWR
 from socketserver import BaseRequestHandler, ThreadingTCPServer
@@ -114,7 +115,8 @@ class PrometheusOutput:
         if self._thread.is_alive():
             self._server.shutdown()
             # A forked data-loading worker holds a copy of this socket: closing ours alone leaves it listening.
-            self._server.socket.shutdown(SHUT_RDWR)
+            with suppress(OSError):  # macOS does not know how
+                self._server.socket.shutdown(SHUT_RDWR)
         self._server.server_close()
         self._thread.join()
 

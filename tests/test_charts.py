@@ -1,0 +1,202 @@
+"""Scales, ticks, paths, thinning and heat maps: values worked out by hand."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnwatch.monitor.sample import Metric
+from attnwatch.reports import charts, heads, heat, panels, timeline
+
+NAN = float("nan")
+
+
+def test_element_escapes_text_and_attributes() -> None:
+    """Whatever a model calls its layers stays text."""
+    made = charts.element("text", '</text><script>"', class_='"><b')
+    assert made == '<text class="&#34;&gt;&lt;b">&lt;/text&gt;&lt;script&gt;&#34;</text>'
+
+
+def test_element_writes_short_numbers_and_leaves_out_none() -> None:
+    assert charts.element("line", x1=1.0, y1=0.126, class_=None) == '<line x1="1" y1="0.13"></line>'
+
+
+def test_scale_maps_the_ends_clips_and_keeps_nan() -> None:
+    scale = charts.Scale(0.0, 10.0, 100.0, 0.0)
+    assert scale([0, 5, 10, 20, -3]).tolist() == [100, 50, 0, 0, 100]
+    assert np.isnan(scale(NAN))
+
+
+def test_log_scale_puts_decades_at_equal_distances_and_zero_at_the_edge() -> None:
+    scale = charts.Scale(1.0, 1000.0, 0.0, 30.0, log=True)
+    assert scale([1, 10, 100, 1000, 0, -5]) == pytest.approx([0, 10, 20, 30, 0, 0])
+    assert scale.ticks(4) == [1, 10, 100, 1000]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "count", "ticks"),
+    [
+        (0, 1, 4, [0, 0.5, 1]),
+        (0, 800, 8, [0, 100, 200, 300, 400, 500, 600, 700, 800]),
+        (2.1, 3.9, 3, [3.0]),
+        (-1, 1, 4, [-1, -0.5, 0, 0.5, 1]),
+    ],
+)
+def test_round_values(low: float, high: float, count: int, ticks: list[float]) -> None:
+    assert charts.round_values(low, high, count) == pytest.approx(ticks)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (NAN, "unknown"),
+        (float("inf"), "∞"),
+        (0.0, "0"),
+        (688, "688"),
+        (12345.6, "12,346"),
+        (0.12345, "0.123"),
+        (-1.5, "\N{MINUS SIGN}1.5"),
+        (0.00042, "4.2e\N{MINUS SIGN}4"),
+        (2.5e7, "2.5e7"),
+    ],
+)
+def test_number_for_people(value: float, text: str) -> None:
+    assert charts.number(value) == text
+
+
+def test_limits_ignore_what_is_not_finite_and_never_leave_a_flat_axis() -> None:
+    assert charts.limits([1.0, NAN, 3.0, np.inf], pad=0.5) == (0.0, 4.0)
+    assert charts.limits([NAN]) == (0.0, 1.0)
+    low, high = charts.limits([5.0, 5.0])
+    assert low < 5 < high
+
+
+def test_path_is_relative_in_quarter_pixels_and_breaks_at_gaps() -> None:
+    x, y = np.array([0.0, 1, 2, 3, 4]), np.array([10.0, 8, NAN, 8, 9])
+    assert charts.path(x, y) == "M0 40l4-8M12 32l4 4"
+
+
+def test_path_draws_a_lone_point_as_a_dot() -> None:
+    assert charts.path(np.array([1.0]), np.array([2.0])) == "M4 8h0"
+
+
+def test_area_goes_there_and_back() -> None:
+    x = np.array([0.0, 1.0])
+    assert charts.area(x, np.array([2.0, 2.0]), np.array([1.0, 1.0])) == "M0 8l4 0L4 4l-4 0Z"
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6) | st.just(NAN), min_size=1, max_size=400), st.integers(4, 60))
+def test_thinning_keeps_every_peak_in_few_points(values: list[float], limit: int) -> None:
+    """The extremes of the whole line survive, in order of x, and no value is made up."""
+    y = np.array(values)
+    at, level = charts.thin(np.arange(len(y)), y, limit)
+    assert len(at) <= limit
+    assert (np.diff(at) > 0).all()
+    np.testing.assert_array_equal(level, y[at.astype(int)])
+    if np.isfinite(y).any():
+        assert (np.nanmin(level), np.nanmax(level)) == (np.nanmin(y), np.nanmax(y))
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(-1e3, 1e3, width=32) | st.just(NAN), min_size=5, max_size=5), min_size=1, max_size=8)
+)
+def test_median_is_numpys_over_the_known_values(rows: list[list[float]]) -> None:
+    values = np.array(rows, dtype=np.float32)
+    expected = [np.median(row[~np.isnan(row)].astype(np.float64)) if (~np.isnan(row)).any() else NAN for row in values]
+    np.testing.assert_allclose(panels.median(values), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_reduce_keeps_a_spike_of_one_head_in_the_range() -> None:
+    """1,000 samples in 40 groups: one head's spike at sample 333 lies in group 13 and is not lost."""
+    values = np.ones((1000, 2, 3), dtype=np.float32)
+    values[333, 1, 2] = 9
+    part = panels.reduce(np.arange(1000), values, Metric("m", "1", "", "mean"), panels.Detail(40, 64))
+    assert part.high.tolist() == [9.0 if group == 13 else 1.0 for group in range(40)]
+    assert part.low.tolist() == [1.0] * 40
+    assert part.lines.shape == (40, 2)
+    assert part.steps[[0, -1]].tolist() == [24, 999]
+
+
+def test_reduce_does_not_tear_a_line_that_is_measured_at_every_fifth_sample() -> None:
+    values = np.full((10, 1, 2), NAN, dtype=np.float32)
+    values[::5] = 3
+    weights = panels.reduce(np.arange(10), values, Metric("m", "1", "", "last"), panels.Detail(500, 64))
+    assert (weights.steps.tolist(), weights.lines[:, 0].tolist()) == ([0, 5], [3, 3])
+    activations = panels.reduce(np.arange(10), values, Metric("m", "1", "", "mean"), panels.Detail(500, 64))
+    assert np.isnan(activations.lines[:, 0]).sum() == 8
+
+
+def test_thresholds_are_read_from_the_rules_and_only_for_the_whole_name() -> None:
+    rules = [
+        {"name": "b", "severity": "info", "when": "entropy_ratio < 0.3"},
+        {
+            "name": "a",
+            "severity": "critical",
+            "when": "entropy_ratio < 0.3 and my_entropy_ratio < 9 and entropy >= 2e1",
+        },
+    ]
+    assert panels.thresholds("entropy_ratio", rules) == [panels.Threshold(0.3, "critical", "a")]
+    assert panels.thresholds("entropy", rules) == [panels.Threshold(20.0, "critical", "a")]
+
+
+def test_running_mean_is_short_at_the_start_and_blind_behind_a_nan() -> None:
+    mean = timeline.running_mean(np.array([1.0, 3.0, 5.0, NAN, 1.0, 1.0]), 2)
+    np.testing.assert_array_equal(mean, [1, 2, 4, NAN, NAN, 1])
+
+
+def test_levels_run_from_one_to_the_last_and_nan_is_none_of_them() -> None:
+    assert heat.levels(np.array([0, 0.5, 1, 2, NAN]), 0, 1).tolist() == [1, 32, 63, 63, 0]
+    assert heat.levels(np.array([1.0, 0.0]), 1, 0).tolist() == [1, 63]
+    assert heat.levels(np.array([1, 10, 100, -5.0]), 1, 100, log=True).tolist() == [1, 32, 63, 1]
+
+
+def decode(uri: str) -> np.ndarray:
+    """Palette indices of a PNG, by a reader of its own that checks every checksum."""
+    data, chunks = base64.b64decode(uri.removeprefix("data:image/png;base64,")), {}
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    at = 8
+    while at < len(data):
+        (size,) = struct.unpack(">I", data[at : at + 4])
+        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + size]
+        assert struct.unpack(">I", data[at + 8 + size : at + 12 + size]) == (zlib.crc32(kind + body),)
+        chunks[kind] = body
+        at += 12 + size
+    width, height, depth, colour = struct.unpack(">IIBB", chunks[b"IHDR"][:10])
+    assert (depth, colour, len(chunks[b"PLTE"]), chunks[b"tRNS"]) == (8, 3, 3 * 64, b"\0")
+    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, width + 1)
+    assert not rows[:, 0].any()
+    return rows[:, 1:]
+
+
+def test_sprite_stacks_frames_and_survives_a_png_reader() -> None:
+    values = np.array([[[0, 1], [NAN, 0.5]], [[1, 1], [0, 0]]])
+    assert decode(heat.sprite(values, 0, 1)).tolist() == [[1, 63], [0, 32], [63, 63], [1, 1]]
+
+
+@pytest.mark.parametrize("theme", heat.RAMPS)
+def test_ramps_change_lightness_one_way(theme: str) -> None:
+    """Readable in grey: Rec. 709 luma rises or falls all along the ramp."""
+    channels = [[float(value) for value in heat.table(theme, channel).split()] for channel in range(3)]
+    luma = np.array([0.2126, 0.7152, 0.0722]) @ np.array(channels)
+    assert (np.diff(luma) > 0.03).all() or (np.diff(luma) < -0.03).all()
+
+
+def test_frames_hold_the_ends_and_the_moments_within_the_limit() -> None:
+    steps = np.arange(0, 10_000, 10)
+    frames = heads.frame_indices(steps, [5432, 99], 20)
+    assert len(frames) <= 20
+    assert {0, 999, 543, 9} <= set(frames.tolist())
+    assert heads.frame_indices(steps[:3], [], 20).tolist() == [0, 1, 2]
+
+
+def test_held_keeps_the_last_known_value_of_each_head() -> None:
+    values = np.array([[[NAN, 1]], [[2, NAN]], [[NAN, NAN]]], dtype=np.float32)
+    np.testing.assert_array_equal(heads.held(values)[:, 0], [[NAN, 1], [2, 1], [2, 1]])

@@ -1,0 +1,428 @@
+"""The verdict of a run and its page: what it says, that it stays small and inert, and that a real browser shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests import made_runs
+from tests.browser import Browser
+
+from attnwatch.monitor.alerts import Alert
+from attnwatch.monitor.run import Run
+from attnwatch.monitor.sample import Coverage, Metric, Sample, UsageError
+from attnwatch.monitor.store import RunWriter, open_run
+from attnwatch.reports import heads, html, panels, summary
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'{{ 7 * 7 }}"
+
+
+def small_run(
+    path: Path, *alerts: Alert, layers: tuple[Coverage, ...] = (), samples: int = 3, ends: bool = True
+) -> Run:
+    """A run of one layer, `samples` samples ten steps apart, and a loss; healthy but for the alerts given."""
+    writer = RunWriter(path, made_runs.header(("entropy_ratio",)))
+    made_runs.write_coverage(writer, list(layers) or [Coverage("layer", "verified", 2, 2, 8)])
+    for index in range(samples):
+        writer.sample(
+            Sample(10 * index, 100.0 + index, ("entropy_ratio",), ("layer",), np.full((1, 1, 2), 0.6, "f4"), 0.1)
+        )
+        writer.scalars(10 * index, {"loss": 2.0})
+    for alert in alerts:
+        made_runs.write_alert(writer, alert)
+    if ends:
+        made_runs.write_end(writer, 10 * samples, samples)
+    writer.close()
+    return open_run(path)
+
+
+@pytest.fixture(scope="module")
+def collapsed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return open_run(made_runs.collapse(tmp_path_factory.mktemp("runs") / "plain"))
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return open_run(made_runs.collapse(tmp_path_factory.mktemp("runs") / "qknorm", collapses=False))
+
+
+def test_lead_runs_from_firing_to_the_onset_of_divergence(collapsed: Run) -> None:
+    """Onset 688 (not 728, where the rule fired); the warning fired at 520, the critical alert at 540."""
+    assert summary.leads(collapsed) == {"entropy_collapse": 168, "sparse_low_rank": 148}
+    assert (summary.lead(collapsed), summary.onset(collapsed)) == (168, 688)
+
+
+def test_summary_is_strict_json_with_the_alert_fields(collapsed: Run) -> None:
+    made = json.loads(json.dumps(summary.summarize(collapsed), allow_nan=False))
+    assert made["verdict"] == {
+        "state": "diverged",
+        "sentence": "The loss diverged from step 688; attention had given warning 168 steps before.",
+    }
+    assert (made["samples"], made["last_step"], made["coverage"]["verified"]) == (81, 800, 12)
+    assert made["main_alert"]["rule"] == "sparse_low_rank"
+    assert made["main_alert"]["advice"] == made_runs.ADVICE
+    assert set(made["alerts"][0]) == set(Alert.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("fired", "lead", "words"),
+    [
+        (90, 10, "attention had given warning 10 steps before"),
+        (99, 1, "attention had given warning 1 step before"),
+        (100, 0, "the alert on attention came at that very step"),
+        (130, -30, "the alert on attention came 30 steps after"),
+    ],
+)
+def test_a_late_alert_is_said_to_be_late(tmp_path: Path, fired: int, lead: int, words: str) -> None:
+    alert = made_runs.alert(pending_step=fired - 5, fired_step=fired)
+    run = small_run(tmp_path / "run", alert, made_runs.divergence(100, 140))
+    assert summary.lead(run) == lead
+    assert summary.verdict(run) == ("diverged", f"The loss diverged from step 100; {words}.")
+
+
+def test_an_alert_that_resolved_before_the_divergence_predicts_nothing(tmp_path: Path) -> None:
+    early = made_runs.alert(pending_step=10, fired_step=20, resolved_step=60, state="resolved")
+    run = small_run(tmp_path / "run", early, made_runs.divergence(100, 140))
+    assert summary.lead(run) is None
+    assert "no alert of attention collapse stood at that step" in summary.verdict(run)[1]
+    assert html.headline(run) == ("100", "the step from which the loss diverged")
+
+
+def test_an_alert_that_never_fired_changes_no_verdict(tmp_path: Path) -> None:
+    pending = made_runs.alert(state="resolved", fired_step=None, resolved_step=30)
+    run = small_run(tmp_path / "run", pending)
+    assert summary.verdict(run) == ("healthy", "Healthy: attention stayed clear of every alarm.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ("collapsed", "Attention collapsed at step 540, the loss has not diverged.")),
+        (
+            {"state": "resolved", "resolved_step": 600},
+            ("collapsed", "Attention collapsed at step 540 and recovered by step 600."),
+        ),
+        ({"rule": "nonfinite"}, ("critical", "nonfinite fired at step 540.")),
+        (
+            {"rule": "entropy_collapse", "severity": "warning"},
+            ("warning", "entropy_collapse warned at step 540, the loss has not diverged."),
+        ),
+        ({"severity": "info"}, ("healthy", "Healthy: attention stayed clear of every alarm.")),
+        (
+            {"rule": "uncovered_layers", "severity": "warning"},
+            ("healthy", "Healthy: attention stayed clear of every alarm."),
+        ),
+    ],
+)
+def test_verdict_of_one_alert(tmp_path: Path, changes: dict[str, object], expected: tuple[str, str]) -> None:
+    assert summary.verdict(small_run(tmp_path / "run", made_runs.alert(**changes))) == expected
+
+
+def test_layers_that_were_not_covered_weaken_the_verdict(tmp_path: Path) -> None:
+    layers = (Coverage("layer", "verified"), Coverage("b", "uncovered"), Coverage("c", "logits_only"))
+    run = small_run(tmp_path / "run", layers=layers)
+    words = "Healthy, as far as seen: 1 of 3 layers were not covered and 1 of 3 layers gave no spectrum."
+    assert summary.verdict(run) == ("healthy", words)
+
+
+@pytest.mark.parametrize(
+    ("layers", "samples", "reason"),
+    [
+        ((), 0, "no sample was recorded"),
+        (
+            (Coverage("a", "uncovered"), Coverage("b", "uncovered")),
+            2,
+            "none of its 2 attention layers could be measured",
+        ),
+    ],
+)
+def test_a_run_that_was_not_measured_is_never_healthy(
+    tmp_path: Path, layers: tuple[Coverage, ...], samples: int, reason: str
+) -> None:
+    run = small_run(tmp_path / "run", layers=layers, samples=samples)
+    assert summary.verdict(run) == ("unknown", f"Could not tell whether attention is healthy: {reason}.")
+    assert "A run that was not measured is not a healthy one" in html.render([run])
+
+
+def test_samples_without_a_number_are_unknown(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run", made_runs.header(("entropy_ratio",)))
+    writer.sample(Sample(0, 0.0, ("entropy_ratio",), ("layer",), np.full((1, 1, 2), np.nan, "f4")))
+    writer.close()
+    assert summary.verdict(open_run(tmp_path / "run"))[0] == "unknown"
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text outside scripts and styles."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self._inside = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside not in ("script", "style"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+
+def test_page_says_verdict_advice_and_lead_before_anything_else(collapsed: Run) -> None:
+    text = Page(html.render([collapsed])).text
+    order = ["The loss diverged from step 688", " 168 ", made_runs.ADVICE, "Alerts against the loss", "Every metric"]
+    places = [text.index(words) for words in order]
+    assert places == sorted(places)
+
+
+def test_page_of_two_runs_compares_their_options(collapsed: Run, healthy: Run) -> None:
+    page = Page(html.render([collapsed, healthy]))
+    assert re.search(r"qk_norm\s+none\s+rms", page.text)
+    assert html.differences([collapsed.header, healthy.header]) == [("qk_norm", ["none", "rms"])]
+    assert sum(attributes.get("class") == "timeline" for _, attributes in page.tags) == 2
+
+
+def test_every_picture_has_a_name_and_nothing_handles_events_inline(collapsed: Run) -> None:
+    source = html.render([collapsed])
+    page = Page(source)
+    pictures = [attributes for tag, attributes in page.tags if tag == "svg" and "aria-hidden" not in attributes]
+    assert len(pictures) > 20
+    assert all(attributes["role"] == "img" and attributes["aria-label"] for attributes in pictures)
+    assert source.count("<desc>") == len(pictures)
+    assert all(attributes["alt"] for tag, attributes in page.tags if tag == "img")
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+
+
+def test_runs_with_little_in_them_make_a_page(tmp_path: Path) -> None:
+    """Nothing but a header; then no loss; then unfinished."""
+    writer = RunWriter(tmp_path / "empty", made_runs.header())
+    writer.close()
+    empty = Page(html.render([open_run(tmp_path / "empty")])).text
+    assert "no sample was recorded" in empty
+    assert "The trainer passed no loss" in empty
+    assert "No coverage was recorded" in empty
+    unfinished = Page(html.render([small_run(tmp_path / "cut", ends=False)])).text
+    assert "still running, or killed at step 20" in unfinished
+    assert "Healthy so far" in unfinished
+
+
+def test_a_loss_that_is_not_finite_is_marked(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run", made_runs.header(("entropy_ratio",)))
+    for step, loss in enumerate([2.0, 1.0, 90.0, float("nan"), float("inf")]):
+        writer.scalars(step, {"loss": loss})
+    writer.close()
+    text = Page(html.render([open_run(tmp_path / "run")])).text
+    assert "not finite from step 3" in text
+    assert "loss (log)" in text
+
+
+def test_worst_heads_show_their_value_at_the_step_of_the_alert(collapsed: Run) -> None:
+    worst = heads.worst_heads(collapsed)
+    assert [each.alert.rule for each in worst] == ["sparse_low_rank", "entropy_collapse"]
+    first = worst[0].heads[0]
+    index = collapsed.steps.tolist().index(540)
+    expected = collapsed.metric("entropy_ratio")[index, collapsed.layers.index(first.layer), first.head]
+    assert float(first.cells[0][0]) == pytest.approx(float(expected), rel=0.01)
+
+
+def test_only_verified_neighbours_share_a_row_of_coverage() -> None:
+    layers = [Coverage(name, state) for name, state in zip("abcde", ["verified"] * 3 + ["uncovered"] * 2, strict=True)]
+    assert [name for name, _ in html.grouped_coverage(layers)] == ["a to c (3 layers)", "d", "e"]
+
+
+def test_page_is_written_whole_or_not_at_all(tmp_path: Path, healthy: Run) -> None:
+    target = html.write_report([healthy], tmp_path / "report.html")
+    assert target.read_text(encoding="utf-8").rstrip().endswith("</html>")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    for wrong in (tmp_path, tmp_path / "report.html" / "x.html", tmp_path / "missing" / "x.html"):
+        with pytest.raises(UsageError, match="expected a place to write the report") as caught:
+            html.write_report([healthy], wrong)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match="at least one run"):
+        html.render([])
+
+
+class LongRun:
+    """A run as `Run` shows it, with far more numbers than a test should write: 5,000 samples of 32 layers of 32 heads."""
+
+    path, header, rules = Path("long"), made_runs.header(), tuple(made_runs.RULES)
+    steps = np.arange(5000)
+    times, seconds = steps * 2.0, np.full(5000, 0.02)
+    layers = tuple(f"model.layers.{index}.self_attn" for index in range(32))
+    heads, scalar_names, ended, problems, alerts = 32, ("loss",), True, (), (made_runs.alert(heads=((layers[9], 3),)),)
+    metrics = tuple(made_runs.metric(name) for name in made_runs.METRICS)
+    coverage = tuple(Coverage(name, "verified", 32, 32, 64) for name in layers)
+    noise = np.random.default_rng(0).random((5000, 32, 32), dtype=np.float32)
+
+    def metric(self, name: str) -> np.ndarray:
+        return self.noise
+
+    def scalar(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        return np.arange(100_000), 2 + np.random.default_rng(1).random(100_000)
+
+    def iter_samples(self) -> Iterator[Sample]:
+        yield Sample(0, 0.0, ("entropy_ratio",), self.layers, self.noise[:1])
+
+
+def test_page_of_a_long_run_stays_under_five_megabytes() -> None:
+    """Noise, which neither thins nor compresses well, in all 25 metrics."""
+    page = html.render([LongRun()])  # type: ignore[list-item]
+    assert len(page.encode()) < 5_000_000
+    assert "Thinned to keep the page small" in page
+
+
+def test_page_of_many_large_runs_stays_under_five_megabytes() -> None:
+    metric = Metric("m", "1", "", "mean")
+    part = panels.reduce(LongRun.steps, LongRun.noise, metric, html._detail([LongRun()] * 6))  # type: ignore[list-item]
+    maps = heads.heat_maps(LongRun(), html.HEAT_PIXELS // 6)  # type: ignore[arg-type]
+    panel = panels.panel(LongRun(), "m", part, (0, 5000), panels.value_scale("m", [part], []), [])  # type: ignore[arg-type]
+    assert maps is not None
+    assert 6 * (25 * len(panel) + sum(len(each.sprite) for each in maps.maps)) < 4_500_000
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Every text that a run holds tries to become part of the page."""
+    path = tmp_path_factory.mktemp("runs") / "<script>alert(0)<"
+    header = made_runs.header(("entropy_ratio",), **{HOSTILE: HOSTILE})
+    header |= {"model": HOSTILE, "rules": [{**made_runs.RULES[0], "name": HOSTILE, "when": HOSTILE}]}
+    header["metrics"] = [
+        {"name": name, "unit": HOSTILE, "help": HOSTILE, "merge": "mean"} for name in ("entropy_ratio", HOSTILE)
+    ]
+    writer = RunWriter(path, header)
+    made_runs.write_coverage(writer, [Coverage(HOSTILE, "uncovered", note=HOSTILE), Coverage("a", "verified")])
+    for step in range(4):
+        values = np.full((2, 2, 2), 0.1 * step, "f4")
+        writer.sample(Sample(step, float(step), ("entropy_ratio", HOSTILE), (HOSTILE, "a"), values))
+        writer.scalars(step, {"loss": 1.0, HOSTILE: 2.0})
+    made_runs.write_alert(
+        writer,
+        made_runs.alert(
+            HOSTILE, place=HOSTILE, pending_step=1, fired_step=2, heads=((HOSTILE, 1),), summary=HOSTILE, advice=HOSTILE,
+            values={HOSTILE: 1.0, "entropy_ratio": 0.1},
+        ),
+    )  # fmt: skip
+    writer.event(made_runs.event("problem", step=1, where=HOSTILE, text=HOSTILE))
+    made_runs.write_end(writer, 4, 4)
+    return open_run(path)
+
+
+def test_hostile_names_stay_text(hostile: Run) -> None:
+    page = Page(html.render([hostile]))
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert "{{ 7 * 7 }}" in page.text
+    assert not [attributes for _, attributes in page.tags if "onerror" in attributes]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def lightness(browser: Browser) -> float:
+    """Mean of the red, green and blue of the page's ground."""
+    colour = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+    return float(np.mean([int(part) for part in re.findall(r"\d+", colour)][:3]))
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_browser_opens_the_page_without_a_word_or_a_request(
+    browser: Browser, tmp_path: Path, collapsed: Run, healthy: Run, dark: bool
+) -> None:
+    browser.open(html.write_report([collapsed, healthy], tmp_path / "report.html"), dark=dark)
+    assert browser.evaluate("document.querySelectorAll('svg.panel').length") > 40
+    assert browser.screenshot().startswith(b"\x89PNG")
+    assert (lightness(browser) < 60) == dark
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert (browser.complaints, browser.requests) == ([], [])
+
+
+def test_browser_moves_through_the_steps(browser: Browser, tmp_path: Path, collapsed: Run) -> None:
+    """The slider starts at the main alert (540), goes where it is pulled and shows the frame of that step."""
+    browser.open(html.write_report([collapsed], tmp_path / "report.html"))
+    frame = "Number(document.querySelector('.maps').style.getPropertyValue('--frame'))"
+    shown = "document.querySelector('.player output').textContent"
+    assert (browser.evaluate(shown), browser.evaluate(frame)) == ("step 540", 54)
+    browser.evaluate(
+        "s = document.querySelector('input[type=range]'); s.value = 3; s.dispatchEvent(new Event('input'))"
+    )
+    assert (browser.evaluate(shown), browser.evaluate(frame)) == ("step 30", 3)
+    top = "document.querySelector('.film img').getBoundingClientRect().top"
+    ground = "document.querySelector('.film').getBoundingClientRect()"
+    assert browser.evaluate(f"({top} - {ground}.top) / {ground}.height") == pytest.approx(-3, abs=0.01)
+    browser.evaluate(
+        "[...document.querySelectorAll('.player button')].find(b => b.textContent === 'Divergence').click()"
+    )
+    assert browser.evaluate(shown) == "step 680"
+    browser.evaluate(
+        "c = document.querySelector('select'); c.value = 'logit_max'; c.dispatchEvent(new Event('change'))"
+    )
+    visible = "[...document.querySelectorAll('.heat')].filter(h => h.offsetWidth).map(h => h.dataset.metric)"
+    assert browser.evaluate(visible) == ["logit_max"]
+    assert browser.complaints == []
+
+
+def test_browser_reads_the_value_under_the_pointer(browser: Browser, tmp_path: Path, collapsed: Run) -> None:
+    """The middle of the first map's first cell: layer 0, head 0 at step 540, to the scale's precision."""
+    browser.open(html.write_report([collapsed], tmp_path / "report.html"))
+    browser.evaluate("document.querySelector('.map').scrollIntoView({block: 'center'})")
+    place = browser.evaluate("(({x, y}) => ({x, y}))(document.querySelector('.map').getBoundingClientRect())")
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=place["x"] + 8, y=place["y"] + 5)
+    text = browser.evaluate("document.querySelector('.readout').textContent")
+    found = re.fullmatch(r"blocks\.0\.attention, head 0: entropy_ratio about (\S+)", text)
+    assert found
+    truth = float(collapsed.metric("entropy_ratio")[collapsed.steps.tolist().index(540), 0, 0])
+    assert float(found[1]) == pytest.approx(truth, abs=0.8 / 62 + 0.005)
+
+
+def test_page_is_readable_without_javascript(browser: Browser, tmp_path: Path, collapsed: Run) -> None:
+    browser.open(html.write_report([collapsed], tmp_path / "report.html"), javascript=False)
+    browser.call("Emulation.setScriptExecutionDisabled", value=False)
+    assert browser.evaluate("document.querySelectorAll('.player, .readout').length") == 0
+    hidden = (
+        "[...document.querySelectorAll('section, svg.panel, svg.timeline, .map, .film img')].filter(n => !n.offsetWidth"
+    )
+    assert browser.evaluate(f"{hidden} && !n.getBoundingClientRect().width).length") == 0
+    assert (
+        browser.evaluate("getComputedStyle(document.querySelector('.maps')).getPropertyValue('--frame').trim()") == "54"
+    )
+
+
+def test_page_prints(browser: Browser, tmp_path: Path, collapsed: Run) -> None:
+    browser.open(html.write_report([collapsed], tmp_path / "report.html"))
+    document = browser.pdf()
+    assert document.startswith(b"%PDF")
+    assert 2 <= len(re.findall(rb"/Type\s*/Page\b", document)) <= 12
+
+
+def test_browser_runs_nothing_that_a_run_brought_along(browser: Browser, tmp_path: Path, hostile: Run) -> None:
+    browser.open(html.write_report([hostile], tmp_path / "report.html"))
+    assert (browser.complaints, browser.requests) == ([], [])
+    assert browser.evaluate("document.querySelectorAll('script').length") == 1
+    assert HOSTILE in browser.evaluate("document.body.textContent")
+
+
+def test_policy_stops_a_script_that_is_not_the_pages_own(browser: Browser, tmp_path: Path, healthy: Run) -> None:
+    """Proof that the policy bites, and that the tests above would hear of it."""
+    page = tmp_path / "report.html"
+    page.write_text(
+        html.render([healthy]).replace("</main>", "<script>document.title = 'run'</script></main>"), "utf-8"
+    )
+    browser.open(page)
+    assert browser.evaluate("document.title") != "run"
+    assert any("Content Security Policy" in each for each in browser.complaints)
