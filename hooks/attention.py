@@ -5,6 +5,7 @@ B sequences, H query heads, Hk key heads, Tq queries (rows), Tk keys, d features
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 
@@ -31,6 +32,8 @@ class Attention:
     scores: `[B, H, Tq, Tk]`, the logits themselves where attention is written by hand: scale, soft-cap, bias and masks
         are already in them and are not applied again. Causal, window and the masks still say what is visible, and so
         does a score of at most half of its dtype's minimum, or of `HIDDEN_SCORE`. q and k then only give the norms.
+    mask_mod, score_mod: as flex_attention takes them, `(b, h, i, j) -> bool` and `(score, b, h, i, j) -> score`, called
+        with index tensors that broadcast to `[b, h, R, Tk]`.
     """
 
     q: Tensor | None
@@ -43,6 +46,8 @@ class Attention:
     softcap: float | None = None
     sinks: Tensor | None = None
     scores: Tensor | None = None
+    mask_mod: Callable[..., Tensor] | None = None
+    score_mod: Callable[..., Tensor] | None = None
 
     @property
     def _shaped(self) -> Tensor:
@@ -110,6 +115,8 @@ class Attention:
         logits = (grouped @ keys.mT).view(b, h, r, -1)
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        if self.score_mod is not None:
+            logits = self.score_mod(logits, *self._indices(sequences, heads, rows)).float()
         for added in self._added:
             logits.add_(_take(added, sequences, heads, rows))
         return logits
@@ -124,6 +131,9 @@ class Attention:
         for source in self._hiding:
             part = _shows(_take(source, sequences, heads, rows), source is self.scores)
             seen = part if seen is None else seen & part
+        if self.mask_mod is not None:
+            part = self.mask_mod(*self._indices(sequences, heads, rows))
+            seen = part if seen is None else seen & part
         if seen is None:
             return None
         return seen.expand(*(1,) * (4 - seen.dim()), *seen.shape[:-2], len(rows), self.keys)
@@ -137,10 +147,10 @@ class Attention:
         rows = torch.arange(self.queries, device=self.device)
         heads = slice(0, self.heads)
         low, high = self._reach(rows)
-        if not self._hiding:
+        if not self._hiding and self.mask_mod is None:
             count = (high - low).expand(len(sequences), 1, -1)
             return count, count.new_zeros(len(sequences), 1)
-        if all(_rank4(source).shape[2] == 1 for source in self._hiding):
+        if self.mask_mod is None and all(_rank4(source).shape[2] == 1 for source in self._hiding):
             shown = self._padding(sequences, heads).expand(len(sequences), -1, -1)
             before = torch.nn.functional.pad(shown.cumsum(-1), (1, 0))  # visible keys before key j
             return before[..., high] - before[..., low], shown.long().argmax(-1)
@@ -154,6 +164,12 @@ class Attention:
             seen = part.any(-2) if seen is None else seen | part.any(-2)
         assert seen is not None
         return torch.cat(counts, -1), seen.long().argmax(-1)
+
+    def _indices(self, sequences: Tensor, heads: slice, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Batch, head, row and key of every entry of a block, each of 4 dimensions that broadcast."""
+        head = torch.arange(heads.start, heads.stop, device=self.device)
+        key = torch.arange(self.keys, device=self.device)
+        return sequences[:, None, None, None], head[:, None, None], rows[:, None], key
 
     def _scale_of(self, heads: slice) -> float | Tensor:
         if isinstance(self.scale, Tensor):

@@ -97,10 +97,11 @@ def where(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
 
 def add(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     """A float mask is an addend that learns nothing; a learned bias is not a mask."""
+    call = bind(("input", "other"), args, kwargs)
     if _is_scores(tap.site, out):
-        for addend in args[:2]:
-            if isinstance(addend, Tensor) and not addend.requires_grad and addend.is_floating_point():
-                tap.site.visible.append(addend.detach() > HIDDEN)
+        addend = call["input"] if _is_scores(tap.site, call["other"]) else call["other"]
+        if isinstance(addend, Tensor) and not addend.requires_grad and addend.is_floating_point():
+            tap.site.visible.append(addend.detach() > HIDDEN)
 
 
 def softmax(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -114,7 +115,7 @@ def softmax(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     )
     if pair is None:
         return  # a router, a classifier: no product of two activations behind it
-    batch, folded = batch_of(site, x)
+    batch, folded = batch_of(site, x) if x.dim() == 3 else (x.shape[0], False)  # q and k may be folded all the same
     grouped = x.dim() == 5 and pair.k.shape[2] == 1
     scores = four(x.detach(), batch, grouped)
     mask = None

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from attnwatch.hooks import by_hand, fused, projections
+from attnwatch.hooks import by_hand, flex, fused, projections
 from attnwatch.hooks.tap import Tap
 
 HANDLERS: dict[str, Callable[[Tap, Any, Any, Any, Any], None]] = {
     "scaled_dot_product_attention": fused.sdpa,
     "multi_head_attention_forward": fused.mha,
+    "flex_attention": flex.flex_attention,
     "softmax": by_hand.softmax,
     "matmul": by_hand.matmul,
     "__matmul__": by_hand.matmul,

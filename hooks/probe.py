@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from attnwatch.hooks import sites, weights
 from attnwatch.hooks.attention import Attention
+from attnwatch.hooks.compiled import EagerStep
 from attnwatch.hooks.handlers import HANDLERS
+from attnwatch.hooks.huggingface import Interface
 from attnwatch.hooks.layers import METRICS, Draft, Layer, draft, settle
 from attnwatch.hooks.statistics import finish, measure, merge, sample_rows, sample_sequences
 from attnwatch.hooks.tap import Frame, Seen, Tap
@@ -60,6 +62,8 @@ class Probe:
         self._names: dict[int, str] = {}
         self._owners: set[str] = set()
         self._local = threading.local()
+        self._interface = Interface(lambda: getattr(self._local, "tap", None))
+        self._eager = EagerStep()
         self._lock = threading.Lock()
         self._broken: set[str] = set()
         self._silent: set[str] = set()
@@ -81,6 +85,8 @@ class Probe:
                 module.register_forward_pre_hook(_Enter(self, name)),
                 module.register_forward_hook(_Leave(self, name), always_call=True),
             ]
+        self._interface.install()
+        self._eager.start()
         _ARMED.append(self)
         self._seconds = time.perf_counter() - start
 
@@ -90,6 +96,8 @@ class Probe:
             handle.remove()
         self._handles = []
         self._names = {}
+        self._interface.remove()
+        self._eager.stop()
         if self in _ARMED:
             _ARMED.remove(self)
         self._unwind()
@@ -124,12 +132,11 @@ class Probe:
         if name is None or not self.model.training or in_backward():
             return
         tap = getattr(self._local, "tap", None)
-        frame = next((f for f in reversed(tap.frames) if f.module is module), None) if tap else None
-        index = 0
-        if tap is not None:
-            index = tap.calls.get(name, 0)
-            tap.calls[name] = index + 1
-        self._gather(frame or Frame(name, module, True), Seen(attention), index)
+        if tap is None:  # its forward was called directly, and no hook ran
+            self._gather(Frame(name, module, True), Seen(attention), 0)
+        else:
+            frame = next((f for f in reversed(tap.frames) if f.module is module), Frame(name, module, True))
+            tap.handle(lambda tap: tap.report(Seen(attention), frame))
 
     def _choose(self, batch: int) -> list[int]:
         return sample_sequences(batch, self.sequences, self._turn)

@@ -99,7 +99,7 @@ def attention_statistics(
 
     q: `[B, H, Tq, d]`, k: `[B, Hk, Tk, d]`; the other arguments are those of `attnwatch.hooks.attention.Attention`.
     rows: at most so many rows of each sequence, evenly spread; None measures all, without holding a `Tq x Tk` map of a
-    long sequence, except that `map_rank` takes evenly spaced rows, at most {RANK_ROWS}. Raises ValueError.
+    long sequence, except that `map_rank` takes evenly spaced rows, 1024 at most. Raises ValueError.
     """
     attention = Attention(q, k, scale, causal, window, mask, bias, softcap, sinks)
     check(attention)

@@ -8,8 +8,9 @@ softmax. What is needed is taken at once: a model may overwrite its tensors righ
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -115,18 +116,34 @@ class Tap(TorchFunctionMode):
         self.failed = failed
         self.choose = choose
         self.look = look
+        self._mute = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         handler = self.handlers.get(getattr(func, "__name__", ""))
-        if handler is not None and self.frames:
-            try:
-                with torch.no_grad():
-                    handler(self, func, args, kwargs, out)
-            except Exception as error:  # the observer never breaks the observed
-                self.failed(self.site.name, error)
+        if handler is not None:
+            self.handle(handler, func, args, kwargs, out)
         return out
+
+    def handle(self, handler: Callable[..., None], *call: Any) -> None:
+        """Let a handler look at a call: the observer never breaks the observed."""
+        if self._mute or not self.frames:
+            return
+        try:
+            with torch.no_grad(), self.muted():  # what a handler computes is not the model's
+                handler(self, *call)
+        except Exception as error:
+            self.failed(self.site.name, error)
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """While a call is seen as a whole, what it is made of is not."""
+        self._mute += 1
+        try:
+            yield
+        finally:
+            self._mute -= 1
 
     @property
     def site(self) -> Frame:
@@ -153,8 +170,9 @@ class Tap(TorchFunctionMode):
             if frame.module is module:
                 break
 
-    def report(self, seen: Seen) -> None:
-        site = self.site
+    def report(self, seen: Seen, frame: Frame | None = None) -> None:
+        """An attention call was seen; it belongs to `frame`, or to the innermost owner of weights."""
+        site = frame or self.site
         index = self.calls.get(site.name, 0)
         self.calls[site.name] = index + 1
         site.seen += 1

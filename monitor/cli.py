@@ -5,37 +5,54 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from attnwatch.monitor.alerts import SEVERITIES
-from attnwatch.monitor.sample import UsageError
+from attnwatch.monitor.sample import Update, UsageError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from attnwatch.monitor.run import Run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         code: int = options.command(options)
+        sys.stdout.flush()
         return code
+    except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails once more
+        return 0
     except (UsageError, OSError) as error:
         print(f"attnwatch: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("attnwatch: stopped; what was recorded is kept", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong use is one line, as every other error of ours."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"attnwatch: {message}; see {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="attnwatch",
         description="Watches the attention of a transformer while it trains. In a trainer: attnwatch.watch(model).",
+        epilog="Exit codes: 0; 1, an alert that --fail-on asks for fired; 2, wrong use or unreadable input.",
     )
     parser.add_argument("--version", action="version", version=f"attnwatch {version('attnwatch')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -44,9 +61,11 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="train the same small model twice, without and with QK-norm, watched; about a minute",
         description="Trains a small attention-only transformer on the Python standard library's own source at a rate "
-        "that climbs far too high: once as it is, once with query-key norm. Leaves two runs and report.html.",
+        "that climbs far too high: once as it is, once with query-key norm. Leaves two runs and report.html in DIR.",
     )
-    demo.add_argument("--out", type=Path, metavar="DIR", help="where to (default: runs/demo-<date>-<time>)")
+    demo.add_argument(
+        "--out", type=Path, metavar="DIR", help="a new or empty directory (default: runs/demo-<date>-<time>)"
+    )
     demo.set_defaults(command=_demo)
 
     report = commands.add_parser(
@@ -73,70 +92,97 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+# --- demo ------------------------------------------------------------------------------------------------------------
+
+
 def _demo(options: argparse.Namespace) -> int:
     out: Path = options.out or Path("runs") / datetime.now().strftime("demo-%Y%m%d-%H%M%S")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"expected a new or empty directory for --out, found {str(out)!r} in use; give another one")
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console()
     from attnwatch.monitor import demo  # loads torch, seconds on a cold disk
-
-    demo.one_thread()
-    columns = (
-        TextColumn("{task.description:9}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.2f}"),
-    )
-    started = time.monotonic()
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
-        logging.getLogger("attnwatch").addHandler(_Told(progress.console))
-        for variant in demo.VARIANTS:
-            task = progress.add_task(variant, total=demo.STEPS, loss=float("nan"))
-            if not console.is_terminal:
-                print(f"{variant}: {demo.STEPS} steps ...", flush=True)
-
-            def told(step: int, loss: float, task: int = task) -> None:
-                progress.update(task, completed=step + 1, loss=loss)  # type: ignore[arg-type]
-
-            demo.train(variant, out / variant, told)
-    page = _write([out / variant for variant in demo.VARIANTS], out / "report.html")
     from attnwatch.monitor.store import open_run
-    from attnwatch.reports.summary import verdict
 
-    for variant in demo.VARIANTS:
-        console.print(f"{variant:9}", verdict(open_run(out / variant))[1], soft_wrap=True, highlight=False)
-    console.print(f"{time.monotonic() - started:.0f} s; the report on both: {page}", soft_wrap=True, highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
+    logging.getLogger("attnwatch").addHandler(logging.NullHandler())  # the screen says the same more shortly
+    demo.one_thread()
+    bars = Progress(
+        TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.2f}"), TimeRemainingColumn(),
+        console=console, disable=not console.is_terminal,
+    )  # fmt: skip
+    started = time.monotonic()
+    with bars:
+        for variant in demo.VARIANTS:
+            console.print(f"{variant}: {demo.STEPS} steps", markup=False)
+            bar = bars.add_task(variant, total=demo.STEPS, loss=float("nan"))
+            demo.train(variant, out / variant, [_Screen(bars, bar)])
+    runs = [open_run(out / variant) for variant in demo.VARIANTS]
+    page = _write(runs, out / "report.html")
+    for run in runs:
+        console.print(f"{run.path.name:8} {_outcome(run)}", markup=False)
+    console.print(f"{time.monotonic() - started:.0f} s; the report on both: {page}", markup=False)
     return 0
 
 
-class _Told(logging.Handler):
-    """Alert lines of the demo, above its progress bars."""
+class _Screen:
+    """An output of the demo: a progress bar, and above it a line for every alert of weight and every problem."""
 
-    def __init__(self, console: object) -> None:
-        super().__init__(logging.WARNING)
-        self._console = console
+    def __init__(self, bars: Progress, bar: TaskID) -> None:
+        self._bars, self._bar = bars, bar
+        self._problems = 0
 
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage().removeprefix("attnwatch: ")
-        self._console.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)  # type: ignore[attr-defined]
+    def write(self, update: Update) -> None:
+        self._bars.update(self._bar, completed=update.step + 1, loss=update.scalars.get("loss", float("nan")))
+        for alert in update.changed:
+            if alert.state == "firing" and alert.severity != "info":
+                self._print(f"step {alert.fired_step}: {alert.severity}: {alert.rule}: {alert.summary}")
+        for problem in update.problems[self._problems :]:
+            self._print(f"step {problem.step}: problem: {problem.where}: {problem.text}")
+        self._problems = len(update.problems)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _print(self, text: str) -> None:
+        self._bars.console.print(f"  {text}", markup=False)
+
+
+def _outcome(run: Run) -> str:
+    """When the alert fired, when the loss diverged, the lead, and where the loss ended."""
+    from attnwatch.reports.summary import fired, lead, main_alert, onset
+
+    first = main_alert(run) if fired(run, "warning", "critical") else None
+    diverged, ahead = onset(run), lead(run)
+    loss = run.scalar("loss")[1][-20:]
+    parts = [
+        "no alert" if first is None else f"{first.rule} fired at step {first.fired_step}",
+        "the loss did not diverge" if diverged is None else f"the loss diverged at step {diverged}",
+        *([] if ahead is None else [f"lead {ahead} steps"]),
+        f"final loss {loss.mean():.2f} (mean of the last {len(loss)} steps)",
+    ]
+    return "; ".join(parts)
+
+
+# --- report and rules ------------------------------------------------------------------------------------------------
 
 
 def _report(options: argparse.Namespace) -> int:
-    runs: list[Path] = options.runs
-    single = len(runs) == 1 and runs[0].is_dir()
-    output: Path = options.output or (runs[0] / "report.html" if single else Path("report.html"))
-    page = _write(runs, output)
-    print(page)
-    return int(options.fail_on is not None and _fired(runs, options.fail_on))
-
-
-def _write(paths: Sequence[Path], output: Path) -> Path:
     from attnwatch.monitor.store import open_run
+
+    runs = [open_run(path) for path in options.runs]
+    beside = runs[0].path if len(runs) == 1 else Path()
+    print(_write(runs, options.output or beside / "report.html"))
+    return int(options.fail_on is not None and any(_fired(run, options.fail_on) for run in runs))
+
+
+def _write(runs: Sequence[Run], output: Path) -> Path:
+    """The page and, beside it, summary.json: of one run its summary, of several a list."""
     from attnwatch.reports.html import write_report
     from attnwatch.reports.summary import summarize
 
-    runs = [open_run(path) for path in paths]
     page = write_report(runs, output)
     summaries = [summarize(run) for run in runs]
     text = json.dumps(summaries[0] if len(runs) == 1 else summaries, indent=1, allow_nan=False)
@@ -144,13 +190,11 @@ def _write(paths: Sequence[Path], output: Path) -> Path:
     return page
 
 
-def _fired(paths: Sequence[Path], severity: str) -> bool:
-    from attnwatch.monitor.store import open_run
+def _fired(run: Run, severity: str) -> bool:
+    """Whether an alert of this severity or a graver one fired."""
+    from attnwatch.reports.summary import fired
 
-    graver = SEVERITIES[SEVERITIES.index(severity) :]
-    return any(
-        alert.fired_step is not None and alert.severity in graver for path in paths for alert in open_run(path).alerts
-    )
+    return bool(fired(run, *SEVERITIES[SEVERITIES.index(severity) :]))
 
 
 def _rules(options: argparse.Namespace) -> int:
@@ -163,5 +207,9 @@ def _rules(options: argparse.Namespace) -> int:
             file.write(text)
     except FileExistsError:
         raise UsageError(f"expected a new file, found {options.out} there already; name another or remove it") from None
+    except OSError as error:
+        raise UsageError(
+            f"expected a place to write the rules, found {str(options.out)!r} ({error.strerror}); name another file"
+        ) from None
     print(options.out)
     return 0

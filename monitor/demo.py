@@ -7,14 +7,14 @@ too high. Without QK-norm its attention collapses and the loss follows; with QK-
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnwatch.monitor.session import watch
+from attnwatch.monitor.session import Output, watch
 
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 12, 64, 4, 32, 16
 STEPS, PEAK_RATE, RAMP = 800, 0.1, 1500  # the rate climbs linearly and is still climbing when the run ends
@@ -72,13 +72,13 @@ def corpus() -> Tensor:
     return torch.frombuffer(bytearray(b"\n".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 
 
-def train(variant: str, run: Path, told: Callable[[int, float], None], seed: int = 0, steps: int = STEPS) -> None:
-    """One watched run into the directory `run`; `told(step, loss)` after every step."""
+def train(variant: str, run: Path, outputs: Sequence[Output] = (), seed: int = 1, steps: int = STEPS) -> None:
+    """One watched run into the directory `run`; `outputs` are told of every step. Raises UsageError as `watch` does."""
     torch.manual_seed(seed)
     model = Decoder(qk_norm=variant == "qk_norm")
     optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.95))
     text, order = corpus(), torch.Generator().manual_seed(1000 + seed)
-    with watch(model, run=run, every=EVERY, report=False) as monitor:
+    with watch(model, run=run, every=EVERY, outputs=outputs, report=False) as monitor:
         for step in range(steps):
             rate = optimizer.param_groups[0]["lr"] = PEAK_RATE * (step + 1) / RAMP
             starts = torch.randint(0, len(text) - CONTEXT - 1, (BATCH,), generator=order)
@@ -89,7 +89,6 @@ def train(variant: str, run: Path, told: Callable[[int, float], None], seed: int
             norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
             optimizer.step()
             monitor.step(loss=loss, grad_norm=norm, lr=rate)
-            told(step, loss.item())
 
 
 def one_thread() -> None:

@@ -139,7 +139,7 @@ def _foresight(run: Run, start: int, blind: str | None) -> str:
 def _since(alert: Alert) -> str:
     if alert.resolved_step is not None:
         return f" and recovered by step {alert.resolved_step:,}"
-    return ", the loss has not diverged" if alert.rule in COLLAPSE else ""
+    return "; the loss has not diverged" if alert.rule in COLLAPSE else ""
 
 
 def _limits(run: Run) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from markupsafe import Markup
-from numpy.typing import ArrayLike
+from numpy.typing import NDArray
 
 from attnwatch.reports import charts
 from attnwatch.reports.charts import Floats, Scale, element, fine, label, number, rule
@@ -24,6 +24,7 @@ TOP, HEIGHT, LANE, AXIS = 44, 200, 25, 30
 LANES = 12
 SMOOTH = 20
 """Steps of the running mean that is drawn over the loss: the one that `loss_divergence` compares."""
+POINTS = 500
 
 RANK = {"critical": 0, "warning": 1, "info": 2}
 
@@ -96,17 +97,13 @@ def _loss(run: Run, x: Scale, y: Scale) -> Markup:
         return label((GUTTER + WIDTH) / 2, TOP + HEIGHT / 2, "The trainer passed no loss", "empty")
     steps, loss = run.scalar("loss")
     ticks = y.ticks(4)
-    mean = running_mean(loss)
     broken = steps[~np.isfinite(loss)]
     return element(
         "g",
         *(rule(GUTTER, y.at(tick), WIDTH - RIGHT, y.at(tick), "grid") for tick in ticks),
         *(label(GUTTER - 12, y.at(tick) + 4, number(tick), "tick", "end") for tick in ticks),
         label(0, TOP + 4, "loss" + (" (log)" if y.log else ""), "lane-name", "start"),
-        fine(
-            element("path", d=_drawn(x, y, steps, loss), class_="raw"),
-            element("path", d=_drawn(x, y, steps, mean), class_="loss"),
-        ),
+        fine(*_curve(x, y, steps, loss)),
         *(
             [
                 rule(x.at(broken[0]), TOP, x.at(broken[0]), TOP + HEIGHT, "broken"),
@@ -118,9 +115,20 @@ def _loss(run: Run, x: Scale, y: Scale) -> Markup:
     )
 
 
-def _drawn(x: Scale, y: Scale, steps: ArrayLike, values: Floats) -> str:
-    at, level = charts.thin(steps, np.where(np.isfinite(values), values, np.nan))
-    return charts.path(x(at), y(level))
+def _curve(x: Scale, y: Scale, steps: NDArray[np.int64], loss: Floats) -> list[Markup]:
+    """The loss and its running mean; of a long run the range in each of POINTS groups, and a mean as wide as two."""
+    loss = np.where(np.isfinite(loss), loss, np.nan)
+    mean = running_mean(loss, max(SMOOTH, 2 * len(loss) // POINTS))
+    if len(loss) <= 2 * POINTS:
+        raw = element("path", d=charts.path(x(steps), y(loss)), class_="raw")
+        return [raw, element("path", d=charts.path(x(steps), y(mean)), class_="loss")]
+    starts = charts.bins(len(loss), POINTS)
+    low, high = np.fmin.reduceat(loss, starts), np.fmax.reduceat(loss, starts)
+    last = np.append(starts[1:], len(loss)) - 1
+    return [
+        element("path", d=charts.area(x(steps[last]), y(low), y(high)), class_="envelope"),
+        element("path", d=charts.path(x(steps[last]), y(mean[last])), class_="loss"),
+    ]
 
 
 def _lane(top: float, alerts: list[Alert], x: Scale) -> Markup:
@@ -129,30 +137,41 @@ def _lane(top: float, alerts: list[Alert], x: Scale) -> Markup:
     first = alerts[0]
     name = f"{first.rule} \N{MULTIPLICATION SIGN}{places}" if places > 1 else first.rule
     glyph = {"critical": "▲", "warning": "◆"}.get(first.severity, "●")
+    bars, end = [], -1.0
+    for alert, following in zip(alerts, [*alerts[1:], None], strict=True):
+        room = x.end if following is None else x.at(following.fired_step or following.pending_step)
+        bars.append(_bar(alert, middle, x, room, joins=alert.pending_step <= end))
+        if alert.fired_step is not None:
+            end = max(end, x.high if alert.resolved_step is None else alert.resolved_step)
     return element(
         "g",
         rule(GUTTER, middle, WIDTH - RIGHT, middle, "grid"),
         element("text", glyph, x=0, y=middle + 4, class_=f"glyph {first.severity}"),
         label(15, middle + 4, name, "lane-name", "start"),
-        *(_bar(alert, middle, x) for alert in alerts),
+        *bars,
     )
 
 
-def _bar(alert: Alert, middle: float, x: Scale) -> Markup:
-    """Hollow circle and thin line while pending, a bar while firing, an end mark where it resolved."""
-    pending, end = x.at(alert.pending_step), x.at(x.high if alert.resolved_step is None else alert.resolved_step)
-    start = end if alert.fired_step is None else x.at(alert.fired_step)
+def _bar(alert: Alert, middle: float, x: Scale, room: float, joins: bool) -> Markup:
+    """Hollow circle and thin line while pending, a bar while firing, an end mark where it resolved.
+
+    joins: another place of the rule fires already: a notch in its bar shows where this one sets in. room: the x up to
+    which a label may run.
+    """
+    end = x.at(x.high if alert.resolved_step is None else alert.resolved_step)
+    pending, start = x.at(alert.pending_step), end if alert.fired_step is None else x.at(alert.fired_step)
     when = "never fired" if alert.fired_step is None else f"fired at step {alert.fired_step:,}"
     until = "" if alert.resolved_step is None else f", resolved at {alert.resolved_step:,}"
-    parts = [
-        element("title", f"{alert.rule}, {alert.place}: pending from step {alert.pending_step:,}, {when}{until}"),
-        rule(pending, middle, start, middle, "pending"),
-        element("circle", cx=pending, cy=middle, r=3, class_="pending"),
-    ]
+    parts = [element("title", f"{alert.rule}, {alert.place}: pending from step {alert.pending_step:,}, {when}{until}")]
+    if not joins:
+        parts.append(rule(pending, middle, start, middle, "pending"))
+        parts.append(element("circle", cx=pending, cy=middle, r=3, class_="pending"))
     if alert.fired_step is not None:
         width = max(end - start, 3.0)
         parts.append(element("rect", x=start, y=middle - 5, width=width, height=10, rx=2, class_="firing"))
-        if width > 74:
+        if joins:
+            parts.append(rule(start, middle - 5, start, middle + 5, "notch"))
+        elif min(end, room) - start > 62:
             parts.append(label(start + 7, middle + 3.6, f"step {alert.fired_step:,}", "on-bar", "start"))
     if alert.resolved_step is not None:
         parts.append(rule(end, middle - 8, end, middle + 8, "resolved"))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests import made_runs
 
 from attnwatch.monitor.sample import Metric
 from attnwatch.reports import charts, heads, heat, panels, timeline
@@ -200,3 +201,11 @@ def test_frames_hold_the_ends_and_the_moments_within_the_limit() -> None:
 def test_held_keeps_the_last_known_value_of_each_head() -> None:
     values = np.array([[[NAN, 1]], [[2, NAN]], [[NAN, NAN]]], dtype=np.float32)
     np.testing.assert_array_equal(heads.held(values)[:, 0], [[NAN, 1], [2, 1], [2, 1]])
+
+
+def test_lanes_leave_out_what_never_fired_and_keep_the_gravest() -> None:
+    """Twenty informative rules, then a critical one: the critical one keeps its lane; lanes stand in order of time."""
+    infos = [made_runs.alert(f"info_{i:02}", severity="info", pending_step=i, fired_step=i) for i in range(20)]
+    gone = made_runs.alert("gone", state="resolved", fired_step=None, resolved_step=9)
+    lanes = timeline.alert_lanes((gone, *infos, made_runs.alert()))
+    assert [lane[0].rule for lane in lanes] == [f"info_{i:02}" for i in range(11)] + ["sparse_low_rank"]

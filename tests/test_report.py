@@ -102,7 +102,7 @@ def test_an_alert_that_never_fired_changes_no_verdict(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, ("collapsed", "Attention collapsed at step 540, the loss has not diverged.")),
+        ({}, ("collapsed", "Attention collapsed at step 540; the loss has not diverged.")),
         (
             {"state": "resolved", "resolved_step": 600},
             ("collapsed", "Attention collapsed at step 540 and recovered by step 600."),
@@ -110,7 +110,7 @@ def test_an_alert_that_never_fired_changes_no_verdict(tmp_path: Path) -> None:
         ({"rule": "nonfinite"}, ("critical", "nonfinite fired at step 540.")),
         (
             {"rule": "entropy_collapse", "severity": "warning"},
-            ("warning", "entropy_collapse warned at step 540, the loss has not diverged."),
+            ("warning", "entropy_collapse warned at step 540; the loss has not diverged."),
         ),
         ({"severity": "info"}, ("healthy", "Healthy: attention stayed clear of every alarm.")),
         (
@@ -257,7 +257,7 @@ def test_page_is_written_whole_or_not_at_all(tmp_path: Path, healthy: Run) -> No
 
 
 class LongRun:
-    """A run as `Run` shows it, with far more numbers than a test should write: 5,000 samples of 32 layers of 32 heads."""
+    """A run as `Run` shows it, with more numbers than a test should write: 5,000 samples of 32 layers of 32 heads."""
 
     path, header, rules = Path("long"), made_runs.header(), tuple(made_runs.RULES)
     steps = np.arange(5000)
@@ -312,8 +312,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Run:
     made_runs.write_alert(
         writer,
         made_runs.alert(
-            HOSTILE, place=HOSTILE, pending_step=1, fired_step=2, heads=((HOSTILE, 1),), summary=HOSTILE, advice=HOSTILE,
-            values={HOSTILE: 1.0, "entropy_ratio": 0.1},
+            HOSTILE, place=HOSTILE, pending_step=1, fired_step=2, heads=((HOSTILE, 1),), summary=HOSTILE,
+            advice=HOSTILE, values={HOSTILE: 1.0, "entropy_ratio": 0.1},
         ),
     )  # fmt: skip
     writer.event(made_runs.event("problem", step=1, where=HOSTILE, text=HOSTILE))

@@ -1,16 +1,10 @@
-"""The run directory keeps what was acknowledged, says what is damaged, and never overwrites."""
+"""What was written to a run directory comes back as it was, and wrong use is refused."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-import textwrap
 import zlib
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,34 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from tests.made_records import HEADER, METRICS, refused, run_of_three, sample, segment
 
 from attnwatch.monitor import store
 from attnwatch.monitor.alerts import Alert
-from attnwatch.monitor.sample import Coverage, Metric, Problem, Sample, UsageError
-from attnwatch.monitor.store import RunWriter, StoreError, open_run
+from attnwatch.monitor.sample import Coverage, Problem, Sample
+from attnwatch.monitor.store import RunWriter, open_run
 
-METRICS = (Metric("entropy", "nat", "mean entropy", "mean"), Metric("logit_max", "1", "largest logit", "max"))
-HEADER = {"attnwatch": "0.1.0", "metrics": [vars(metric) for metric in METRICS], "rules": [{"name": "collapse"}]}
 HOSTILE = ["a\nb", 'say "no"', "</script><script>", "größe 層 \U0001f4a5", "\ud800", "x" * 5000, "../../etc", ""]
-
-
-def sample(step: int, layers: tuple[str, ...] = ("a",), heads: int = 1, base: float = 0.0) -> Sample:
-    """Values count up from `base` in memory order: metric by metric, layer by layer, head by head."""
-    values = np.arange(2 * len(layers) * heads, dtype=np.float32).reshape(2, len(layers), heads) + np.float32(base)
-    return Sample(step, step + 0.5, ("entropy", "logit_max"), layers, values, 0.25)
 
 
 @pytest.fixture
 def three(tmp_path: Path) -> Path:
-    """A run of the steps 1, 2, 3: one layer, one head, entropy 10, 20, 30 (so a record is 28 + 8 bytes)."""
-    with closing(RunWriter(tmp_path / "run", HEADER)) as writer:
-        for step in (1, 2, 3):
-            writer.sample(sample(step, base=10 * step))
-    return tmp_path / "run"
-
-
-def segment(run: Path, number: int = 1) -> Path:
-    return run / "samples" / f"rank00000-{number:06d}.awlog"
+    return run_of_three(tmp_path / "run")
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
@@ -115,49 +94,6 @@ def test_segments_roll_before_they_pass_their_size(tmp_path: Path, monkeypatch: 
     assert run.problems == ()
 
 
-def test_a_torn_tail_is_cut_at_the_last_whole_record(three: Path) -> None:
-    """Wherever in the last record the write stopped. It may be growing just now, so it is no problem."""
-    whole = segment(three).read_bytes()
-    for length in range(72, 108):
-        segment(three).write_bytes(whole[:length])
-        run = open_run(three)
-        assert run.steps.tolist() == [1, 2]
-        assert run.metric("entropy").ravel().tolist() == [10, 20]
-        assert run.problems == ()
-
-
-def test_a_flipped_bit_costs_its_record_and_is_named(three: Path) -> None:
-    """Whichever byte of the record in the middle it hits."""
-    whole = segment(three).read_bytes()
-    for at in range(36, 72):
-        damaged = bytearray(whole)
-        damaged[at] ^= 0x10
-        segment(three).write_bytes(damaged)
-        run = open_run(three)
-        assert run.steps.tolist() == [1, 3]
-        assert run.metric("entropy").ravel().tolist() == [10, 30]
-        (problem,) = run.problems
-        assert problem.where == "samples/rank00000-000001.awlog"
-        assert "record 2 of 3 is damaged" in problem.text
-        assert problem.step == 1
-
-
-def test_damage_in_an_older_segment_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing one, and a tail that nobody will complete."""
-    monkeypatch.setattr(store, "SEGMENT_BYTES", 36)
-    with closing(RunWriter(tmp_path / "run", HEADER)) as writer:
-        for step in range(4):
-            writer.sample(sample(step))
-    segment(tmp_path / "run", 1).write_bytes(segment(tmp_path / "run", 1).read_bytes() + b"torn")
-    segment(tmp_path / "run", 3).unlink()
-    run = open_run(tmp_path / "run")
-    assert run.steps.tolist() == [0, 1, 3]
-    assert [(p.step, p.where, p.text) for p in run.problems] == [
-        (0, "samples/rank00000-000001.awlog", "4 bytes at its end are no record"),
-        (1, "samples/rank00000-000003.awlog", "is missing"),
-    ]
-
-
 def test_of_a_step_recorded_twice_the_later_one_counts(tmp_path: Path) -> None:
     """Training went back from step 3 to step 2."""
     with closing(RunWriter(tmp_path / "run", HEADER)) as writer:
@@ -223,40 +159,6 @@ def test_events_come_back_as_what_they_were(tmp_path: Path) -> None:
     assert run.ended
 
 
-def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_named(tmp_path: Path) -> None:
-    """Wherever the write of the last line stopped."""
-    with closing(RunWriter(tmp_path / "run", HEADER)) as writer:
-        for step in (1, 2, 3):
-            writer.scalars(step, {"loss": step})
-            writer.event({"event": "problem", "step": step, "where": "x", "text": "y"})
-    for name in ("scalars.jsonl", "events.jsonl"):
-        path = tmp_path / "run" / name
-        whole = path.read_bytes()
-        first, second, third = whole.splitlines(keepends=True)
-        for length in range(len(third)):
-            path.write_bytes(first + second + third[:length])
-            run = open_run(tmp_path / "run")
-            assert len(run.problems) == (2 if name == "events.jsonl" else 3)  # those recorded, none of ours
-            if name == "scalars.jsonl":
-                assert run.scalar("loss")[0].tolist() == [1, 2]
-        for damage in (
-            second[:-2] + b"\n",
-            b"[]\n",
-            b"7\n",
-            b"\xff\n",
-            b'{"step": null}\n',
-            b"\n",
-            b"[" * 9999 + b"\n",
-        ):
-            path.write_bytes(first + damage + third)
-            named = [problem for problem in open_run(tmp_path / "run").problems if problem.where == name]
-            assert [problem.step for problem in named] == [1]
-            assert "line 2" in named[0].text
-        path.write_bytes(whole)
-    (tmp_path / "run/scalars.jsonl").unlink()
-    assert open_run(tmp_path / "run").problems[-1].where == "scalars.jsonl"
-
-
 def test_hostile_names_come_back(tmp_path: Path) -> None:
     """In layers, scalars and the header."""
     layers = tuple(HOSTILE)
@@ -283,18 +185,6 @@ def test_the_header_comes_back(tmp_path: Path) -> None:
     assert (run.layers, run.heads, run.steps.tolist(), list(run.iter_samples())) == ((), 0, [], [])
     assert run.metric("entropy").shape == (0, 0, 0)
     assert not (tmp_path / "deep/run/run.json.tmp").exists()
-
-
-@contextmanager
-def refused(*parts: str) -> Iterator[None]:
-    """UsageError of one line that holds every part."""
-    with pytest.raises(UsageError) as caught:
-        yield
-    message = str(caught.value)
-    assert "\n" not in message
-    assert message.startswith("expected ")
-    for part in parts:
-        assert part in message
 
 
 @pytest.mark.parametrize("name", ["run.json", "scalars.jsonl", "events.jsonl", "samples"])
@@ -327,46 +217,6 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         RunWriter(tmp_path / "empty\nname", HEADER)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("hello")
-    (tmp_path / "folder").mkdir()
-    with refused("found nothing", "give the directory"):
-        open_run(tmp_path / "missing")
-    with refused("found nothing"):
-        open_run(tmp_path / "missing/run.json")
-    with refused("found a file"):
-        open_run(tmp_path / "file")
-    with refused("without run.json"):
-        open_run(tmp_path / "folder")
-    (tmp_path / "folder/run.json").mkdir()
-    with refused("Is a directory"):
-        open_run(tmp_path / "folder")
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("", "Expecting value"),
-        ('{"format": 1', "delimiter"),
-        ("[]", "no format number"),
-        ("{}", "no format number"),
-        ('{"format": 2}', "found format 2; upgrade attnwatch"),
-        ('{"format": 1}', "metrics"),
-        ('{"format": 1, "metrics": [{"name": "entropy"}], "layouts": []}', "merge"),
-        ('{"format": 1, "metrics": 7, "layouts": []}', "int"),
-        ('{"format": 1, "metrics": [], "layouts": [{}]}', "first_segment"),
-        ('{"format": 1, "metrics": [], "layouts": [{"first_segment": 1, "layers": ["a"], "heads": -1}]}', "ValueError"),
-        ('{"format": 1, "metrics": [], "layouts": [{"first_segment": 1, "layers": ["a"], "heads": "x"}]}', "literal"),
-        ("[" * 99999, "recursion"),
-        ("\0\0\0\0", "Expecting value"),
-    ],
-)
-def test_a_damaged_or_newer_run_json_is_refused(three: Path, text: str, found: str) -> None:
-    (three / "run.json").write_text(text)
-    with refused(found):
-        open_run(three)
-
-
 def test_unknown_names_are_answered_with_the_known_ones(three: Path) -> None:
     run = open_run(three)
     with refused("'entropi'", "entropy, logit_max"):
@@ -394,201 +244,3 @@ def test_closing_twice_is_once_and_writing_after_is_refused(tmp_path: Path) -> N
         writer.sample(sample(1))
     with refused("write before close()"):
         writer.scalars(1, {})
-    with refused("write before close()"):
-        writer.event({"event": "end"})
-
-
-WRITER = """
-import sys
-import numpy as np
-from attnwatch.monitor.sample import Sample
-from attnwatch.monitor.store import RunWriter, StoreError
-
-def sample(step, layers=("a",), heads=1):
-    values = np.full((2, len(layers), heads), step, np.float32)
-    return Sample(step, float(step), ("entropy", "logit_max"), layers, values)
-
-metrics = [{"name": name, "unit": "1", "help": "", "merge": "mean"} for name in ("entropy", "logit_max")]
-writer = RunWriter(sys.argv[1], {"metrics": metrics})
-"""
-
-
-@contextmanager
-def process(body: str, run: Path) -> Iterator[subprocess.Popen[str]]:
-    """A real process that has made a RunWriter at `run`, and goes on with `body`."""
-    script = WRITER + textwrap.dedent(body)
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", script, run], stdin=pipe, stdout=pipe, text=True) as child:
-        try:
-            yield child
-        finally:
-            child.kill()
-
-
-def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    """The process is killed while it writes as fast as it can."""
-    body = """
-        for step in range(1_000_000):
-            writer.sample(sample(step, ("a", "b"), heads=64))
-            writer.scalars(step, {"loss": step})
-            print(step, flush=True)
-    """
-    with process(body, tmp_path / "run") as child:
-        assert child.stdout is not None
-        for _ in range(300):
-            acknowledged = int(child.stdout.readline())
-        child.kill()
-        rest = child.stdout.read().split("\n")[:-1]  # whole lines only
-        acknowledged = int(rest[-1]) if rest else acknowledged
-    run = open_run(tmp_path / "run")
-    assert run.steps.tolist() == list(range(len(run.steps)))
-    assert len(run.steps) in (acknowledged + 1, acknowledged + 2)
-    assert run.scalar("loss")[0].tolist()[: acknowledged + 1] == list(range(acknowledged + 1))
-    np.testing.assert_array_equal(run.metric("entropy")[:, 1, 63], run.steps)
-    assert not run.ended
-
-
-def test_a_reader_follows_a_live_writer(tmp_path: Path) -> None:
-    """After each acknowledgement a new opening shows just what was written, over a new layer too."""
-    body = """
-        print("ready", flush=True)
-        for line in sys.stdin:
-            step = int(line)
-            writer.sample(sample(step, ("a",) if step < 3 else ("a", "b")))
-            writer.scalars(step, {"loss": step / 2})
-            print(step, flush=True)
-        writer.event({"event": "end", "step": step, "time": 0.0, "samples": 4, "seconds": 0.0})
-        writer.close()
-        print("closed", flush=True)
-    """
-    with process(body, tmp_path / "run") as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        for step in (1, 2, 3, 4):
-            child.stdin.write(f"{step}\n")
-            child.stdin.flush()
-            assert child.stdout.readline() == f"{step}\n"
-            run = open_run(tmp_path / "run")
-            assert run.steps.tolist() == list(range(1, step + 1))
-            assert run.layers == (("a",) if step < 3 else ("a", "b"))
-            assert run.metric("entropy")[-1].tolist() == [[step]] * len(run.layers)
-            assert run.scalar("loss")[1][-1] == step / 2
-            assert run.problems == ()
-            assert not run.ended
-        child.stdin.close()
-        assert child.stdout.readline() == "closed\n"
-    assert open_run(tmp_path / "run").ended
-
-
-def ran(body: str, run: Path) -> str:
-    with process(body, run) as child:
-        output, _ = child.communicate(timeout=60)
-        assert child.returncode == 0
-    return output
-
-
-LIMIT = """
-import resource, signal
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-def limit(size):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-def attempt(call, *arguments):
-    try:
-        call(*arguments)
-        print("taken")
-    except StoreError as error:
-        assert "\\n" not in str(error)
-        print(error)
-"""
-
-
-def test_a_sample_the_disk_refuses_is_lost_alone(tmp_path: Path) -> None:
-    """A file may hold two records and a half: the third is cut off, and the fourth goes to a new segment."""
-    body = """
-        limit(5 * (28 + 2 * 4 * 64 * 4) // 2)
-        for step in range(1, 7):
-            attempt(writer.sample, sample(step, ("a", "b", "c", "d"), heads=64))
-        assert writer.lost == 2
-        limit(resource.RLIM_INFINITY)
-        writer.close()
-    """
-    lines = ran(LIMIT + textwrap.dedent(body), tmp_path / "run").splitlines()
-    assert [line == "taken" for line in lines] == [True, True, False, True, True, False]
-    assert "sample of step 3 lost: No space left on device (1038 of 2076 bytes taken)" in lines[2]
-    sizes = [path.stat().st_size for path in sorted((tmp_path / "run/samples").iterdir())]
-    assert sizes == [2 * 2076, 2 * 2076]
-    run = open_run(tmp_path / "run")
-    assert run.steps.tolist() == [1, 2, 4, 5]
-    assert run.metric("entropy")[:, 3, 63].tolist() == [1, 2, 4, 5]
-    assert run.problems == ()
-
-
-def test_a_full_disk_leaves_no_trail_of_empty_segments(tmp_path: Path) -> None:
-    """Not one record fits, ten times; then there is room again, and the next sample takes the same file."""
-    body = """
-        limit(1500)
-        for step in range(1, 11):
-            attempt(writer.sample, sample(step, ("a",), heads=200))
-        limit(resource.RLIM_INFINITY)
-        attempt(writer.sample, sample(11, ("a",), heads=200))
-        writer.close()
-    """
-    lines = ran(LIMIT + textwrap.dedent(body), tmp_path / "run").splitlines()
-    assert [line == "taken" for line in lines] == [False] * 10 + [True]
-    assert [path.name for path in (tmp_path / "run/samples").iterdir()] == ["rank00000-000001.awlog"]
-    run = open_run(tmp_path / "run")
-    assert run.steps.tolist() == [11]
-    assert run.problems == ()
-
-
-def test_a_layout_the_disk_refuses_leaves_the_old_run_json(tmp_path: Path) -> None:
-    """The new run.json does not fit: the old one stays whole, and what was written can be read."""
-    body = """
-        writer.sample(sample(1))
-        limit(600)
-        attempt(writer.sample, sample(2, ("a", "b" * 1000)))
-        limit(resource.RLIM_INFINITY)
-        attempt(writer.sample, sample(3, ("a", "b" * 1000)))
-        writer.close()
-    """
-    lines = ran(LIMIT + textwrap.dedent(body), tmp_path / "run").splitlines()
-    assert "sample of step 2 lost" in lines[0]
-    assert lines[1:] == ["taken"]
-    run = open_run(tmp_path / "run")
-    assert run.steps.tolist() == [1, 3]
-    assert run.problems == ()
-    assert not (tmp_path / "run/run.json.tmp").exists()
-
-
-def test_a_line_the_disk_refuses_is_lost_alone(tmp_path: Path) -> None:
-    """Lines before and after it stay whole."""
-    body = """
-        attempt(writer.scalars, 1, {"loss": 1.0})
-        limit(40)
-        attempt(writer.scalars, 2, {"loss": 2.0})
-        attempt(writer.event, {"event": "problem", "step": 2, "where": "x" * 100, "text": ""})
-        limit(resource.RLIM_INFINITY)
-        attempt(writer.scalars, 3, {"loss": 3.0})
-        attempt(writer.event, {"event": "problem", "step": 3, "where": "y", "text": ""})
-        writer.close()
-    """
-    lines = ran(LIMIT + textwrap.dedent(body), tmp_path / "run").splitlines()
-    assert [line == "taken" for line in lines] == [True, False, False, True, True]
-    assert "a line of scalars.jsonl lost: No space left on device" in lines[1]
-    run = open_run(tmp_path / "run")
-    assert run.scalar("loss")[0].tolist() == [1, 3]
-    assert run.problems == (Problem(3, "y", ""),)
-
-
-def test_a_directory_that_vanished_is_one_line(tmp_path: Path) -> None:
-    """Somebody removed the run while it was written: StoreError for what needs a new file, never anything else."""
-    writer = RunWriter(tmp_path / "run", HEADER)
-    shutil.rmtree(tmp_path / "run")
-    with pytest.raises(StoreError, match=f"sample of step 1 lost: {os.strerror(2)}") as caught:
-        writer.sample(sample(1))
-    assert "\n" not in str(caught.value)
-    assert writer.lost == 1
-    writer.close()

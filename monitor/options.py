@@ -1,0 +1,76 @@
+"""What `watch` was asked for: checked before anything is opened, and kept in run.json."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import attnwatch
+from attnwatch.monitor.alerts import SEVERITIES
+from attnwatch.monitor.rules import Rule, load_rules
+from attnwatch.monitor.sample import Metric, UsageError
+
+SPECTRUM_EVERY = 5
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `watch` as plain data; `rules` and `optimizer` say what was given. Raises UsageError."""
+
+    every: int
+    spectrum_every: int
+    rows: int | None
+    sequences: int
+    rules: str
+    prometheus: int | None
+    stop_on: str | None
+    optimizer: str | None
+
+    def __post_init__(self) -> None:
+        for name in ("every", "spectrum_every", "rows", "sequences"):
+            value = getattr(self, name)
+            if not (name == "rows" and value is None) and (type(value) is not int or value < 1):
+                raise UsageError(f"expected {name} to be a whole number of at least 1, found {value!r}")
+        if self.stop_on is not None and self.stop_on not in SEVERITIES:
+            raise UsageError(f"expected stop_on to be one of {', '.join(SEVERITIES)}, found {self.stop_on!r}")
+
+
+def choose_rules(given: str | os.PathLike[str] | Sequence[Rule] | None) -> tuple[tuple[Rule, ...], str]:
+    """The rules, and what to call them in run.json. Raises UsageError."""
+    if given is None:
+        return load_rules(), "default"
+    if isinstance(given, str | os.PathLike):
+        return load_rules(given), str(given)
+    if not isinstance(given, Sequence) or not all(isinstance(rule, Rule) for rule in given):
+        raise UsageError(f"expected rules to be a TOML file or a list of attnwatch.Rule, found {repr(given)[:60]}")
+    return tuple(given), f"{len(given)} given"
+
+
+def run_directory(given: str | os.PathLike[str] | None) -> Path:
+    """Where to record: by default `runs/<date>-<time>`, with a number behind it if that is taken."""
+    if given is not None:
+        return Path(given)
+    stem = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+    return next(path for n in range(1, 1000) if not (path := stem if n == 1 else Path(f"{stem}-{n}")).exists())
+
+
+def header(
+    options: Options, metrics: Sequence[Metric], rules: Sequence[Rule], versions: Mapping[str, str], **model: Any
+) -> dict[str, Any]:
+    """What run.json says of a run. versions: of libraries, beside Python and numpy. model: facts of the model."""
+    return {
+        "attnwatch": attnwatch.__version__,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), **versions, "numpy": np.__version__},
+        **model,
+        "options": asdict(options),
+        "metrics": [asdict(metric) for metric in metrics],
+        "rules": [asdict(rule) for rule in rules],
+    }
