@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attnwatch.hooks.attention import Attention
 from attnwatch.hooks.projections import product
-from attnwatch.hooks.shapes import batch_of, bind, four, four_mask
+from attnwatch.hooks.shapes import bind, form_of, four, four_mask, spread
 from attnwatch.hooks.tap import Frame, Pair, Seen, Tap
 
 HIDDEN = -9999.0
@@ -35,11 +36,11 @@ def matmul(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
 def einsum(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     """`bhid,bhjd->bhij` in any letters: one letter summed, the last two of the result are rows and keys."""
     operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
-    equation = str(args[0]).replace(" ", "")
-    if len(operands) != 2 or equation.count("->") != 1 or "." in equation:
+    inputs, arrow, result = str(args[0]).replace(" ", "").partition("->")
+    if len(operands) != 2 or not arrow:
         return
-    inputs, result = equation.split("->")
-    first, second = inputs.split(",")
+    first, second = (_spell(*pair) for pair in zip(inputs.split(","), operands, strict=True))
+    result = _spell(result, out)
     summed = [c for c in first if c in second and c not in result]
     if len(summed) != 1 or len(result) < 3 or result[-1] in first or result[-2] in second:
         return
@@ -59,8 +60,16 @@ def einsum(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         _pair(tap, ordered(first, operands[0], row), ordered(second, operands[1], key), out)
 
 
+def _spell(labels: str, x: Tensor) -> str:
+    """The dots as letters that no equation has, the same for the same dimension counted from the right."""
+    return labels.replace("...", "αβγδεζηθ"[len(labels) - x.dim() - 3 :] if x.dim() > len(labels) - 3 else "")
+
+
 def _pair(tap: Tap, q: Tensor, k: Tensor, out: Tensor) -> None:
     site = tap.site
+    if site.map_shape is not None and _alike(q.shape, site.map_shape):
+        site.map_shape = None  # the attention map times the values
+        return
     site.pairs = [*site.pairs[-3:], Pair(q.detach(), k.detach(), out.shape)]
     site.visible.clear()
 
@@ -70,38 +79,49 @@ def _hides(value: Any) -> bool:
 
 
 def _is_scores(site: Frame, x: Any) -> bool:
-    return (
-        bool(site.pairs)
-        and isinstance(x, Tensor)
-        and x.numel() == site.pairs[-1].shape.numel()
-        and x.shape[-2:] == site.pairs[-1].shape[-2:]
-    )
+    return bool(site.pairs) and isinstance(x, Tensor) and _alike(x.shape, site.pairs[-1].shape)
+
+
+def _alike(a: torch.Size, b: torch.Size) -> bool:
+    """Whether one may be a view of the other with its leading dimensions folded."""
+    return a[-2:] == b[-2:] and a.numel() == b.numel()
 
 
 def masked_fill(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     call = bind(("input", "mask", "value"), args, kwargs)
     if _is_scores(tap.site, out) and _hides(call["value"]):
-        tap.site.visible.append(~call["mask"].detach())
+        _note(tap, ~call["mask"].detach(), out)
 
 
 def where(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-    call = bind(("condition", "input", "other"), args, kwargs)
-    if "input" not in call or not _is_scores(tap.site, out):
+    names = ("condition", "input", "other")
+    if args and args[0].dtype != torch.bool:  # the method: scores.where(condition, other)
+        names = ("input", "condition", "other")
+    call = bind(names, args, kwargs)
+    if "other" not in call or not _is_scores(tap.site, out):
         return
     condition = call["condition"].detach()
     if _is_scores(tap.site, call["input"]) and _hides(call["other"]):
-        tap.site.visible.append(condition)
+        _note(tap, condition, out)
     elif _is_scores(tap.site, call["other"]) and _hides(call["input"]):
-        tap.site.visible.append(~condition)
+        _note(tap, ~condition, out)
 
 
 def add(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     """A float mask is an addend that learns nothing; a learned bias is not a mask."""
-    call = bind(("input", "other"), args, kwargs)
     if _is_scores(tap.site, out):
-        addend = call["input"] if _is_scores(tap.site, call["other"]) else call["other"]
-        if isinstance(addend, Tensor) and not addend.requires_grad and addend.is_floating_point():
-            tap.site.visible.append(addend.detach() > HIDDEN)
+        for addend in args[:2]:
+            if isinstance(addend, Tensor) and not addend.requires_grad and addend.is_floating_point():
+                _note(tap, addend.detach() > HIDDEN, out)
+
+
+def sub(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    if len(args) == 2 and isinstance(args[1], Tensor):
+        add(tap, func, (args[0], -args[1]), kwargs, out)
+
+
+def _note(tap: Tap, visible: Tensor, out: Tensor) -> None:
+    tap.site.visible.append(spread(visible, out.shape))
 
 
 def softmax(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -109,20 +129,16 @@ def softmax(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     x, dim, site = call["input"], call.get("dim"), tap.site
     if not isinstance(out, Tensor) or out.dim() < 3 or dim not in (-1, out.dim() - 1):
         return
-    pair = next(
-        (p for p in reversed(site.pairs) if p.shape[-2:] == x.shape[-2:] and p.shape.numel() == x.numel()),
-        None,
-    )
+    pair = next((p for p in reversed(site.pairs) if _alike(p.shape, x.shape)), None)
     if pair is None:
         return  # a router, a classifier: no product of two activations behind it
-    batch, folded = batch_of(site, x) if x.dim() == 3 else (x.shape[0], False)  # q and k may be folded all the same
-    grouped = x.dim() == 5 and pair.k.shape[2] == 1
-    scores = four(x.detach(), batch, grouped)
+    form = form_of(site, x, pair.k)
     mask = None
     for visible in site.visible:
-        part = four_mask(visible, batch, scores.shape[1], grouped)
+        part = four_mask(visible, form)
         mask = part if mask is None else mask & part
-    q, k = four(pair.q, batch, grouped), four(pair.k, batch, grouped)
+    attention = Attention(q=four(pair.q, form), k=four(pair.k, form), scores=four(x.detach(), form), mask=mask)
     site.pairs.clear()
     site.visible.clear()
-    tap.report(Seen(Attention(q=q, k=k, scores=scores, mask=mask), folded=folded))
+    site.map_shape = out.shape
+    tap.report(Seen(attention, folded=form.folded))

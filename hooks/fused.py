@@ -10,32 +10,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnwatch.hooks.attention import Attention
-from attnwatch.hooks.shapes import batch_of, bind, four, four_mask
+from attnwatch.hooks.shapes import bind, form_of, four, four_mask
 from attnwatch.hooks.tap import Seen, Tap
 
 
 def sdpa(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     call = bind(names, args, kwargs)
-    q, k, v, mask = (
-        call["query"].detach(),
-        call["key"].detach(),
-        call["value"].detach(),
-        call.get("attn_mask"),
-    )
-    batch, folded = batch_of(tap.site, q)
-    if mask is not None:
-        heads = q.shape[0] // batch if batch else q.shape[-3]
-        mask = four_mask(mask.detach(), batch, heads)
+    q, k, v = (call[name].detach() for name in ("query", "key", "value"))
+    lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3])
+    q, k, v = (x.expand(*lead, *x.shape[-3:]) for x in (q, k, v))
+    form = form_of(tap.site, q, k)
+    mask = call.get("attn_mask")
     attention = Attention(
-        q=four(q, batch),
-        k=four(k, batch),
+        q=four(q, form),
+        k=four(k, form),
         scale=call.get("scale"),
         causal=bool(call.get("is_causal", False)),
-        mask=mask,
+        mask=None if mask is None else four_mask(mask.detach(), form),
     )
     dropped = call.get("dropout_p", 0.0) > 0
-    tap.report(Seen(attention, four(v, batch), four(out.detach(), batch), dropped=dropped, folded=folded))
+    tap.report(Seen(attention, four(v, form), four(out.detach(), form), dropped=dropped, folded=form.folded))
 
 
 _MHA = (
@@ -79,8 +74,9 @@ def mha(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     mask = _mask_of(call, batch, heads, keys, k.shape[2], chosen)
     attention = Attention(q=q, k=k, causal=mask is None and bool(call.get("is_causal")), mask=mask)
     projection = (call["out_proj_weight"].detach(), call.get("out_proj_bias"))
+    named = (w_q.unflatten(0, (heads, -1)), w_k.unflatten(0, (heads, -1)))
     dropped = bool(call.get("training", True)) and call.get("dropout_p", 0.0) > 0
-    tap.report(Seen(attention, v, output, projection, dropped, (w_q, w_k)))
+    tap.report(Seen(attention, v, output, projection, dropped, named, "weights named by the call"))
 
 
 def _mask_of(call: dict[str, Any], batch: int, heads: int, keys: int, padded: int, chosen: list[int]) -> Tensor | None:

@@ -6,12 +6,12 @@ A handler gets the tap, the function, its arguments and its result, under `no_gr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from attnwatch.hooks import by_hand, flex, fused, projections
-from attnwatch.hooks.tap import Tap
+from attnwatch.hooks import adapters, by_hand, flex, fused, projections
 
-HANDLERS: dict[str, Callable[[Tap, Any, Any, Any, Any], None]] = {
+HANDLERS: dict[str, Callable[..., None]] = {
+    "module left": projections.module_left,  # no function: a module inside the site is done
+    "adapter": adapters.adapted,  # no function: a call in a module that has an adapter
     "scaled_dot_product_attention": fused.sdpa,
     "multi_head_attention_forward": fused.mha,
     "flex_attention": flex.flex_attention,
@@ -35,4 +35,8 @@ HANDLERS: dict[str, Callable[[Tap, Any, Any, Any, Any], None]] = {
     "__add__": by_hand.add,
     "__iadd__": by_hand.add,
     "__radd__": by_hand.add,
+    "sub": by_hand.sub,
+    "sub_": by_hand.sub,
+    "__sub__": by_hand.sub,
+    "__isub__": by_hand.sub,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ class Layer:
     qk_norm: str = ""
     state: str = "uncovered"
     note: str = ""
-    keys: dict[str, weights.Key] = field(default_factory=dict)
+    keys: dict[str, Any] = field(default_factory=dict)
     bound: NDArray[np.float64] | None = None
     due: bool = False
 
@@ -57,7 +58,7 @@ class Draft:
     looked: bool
     by_hand: bool
     dropped: bool
-    named: bool
+    named: str  # what named the weights, "" where they are to be proved
     folded: bool
     sides: dict[str, weights.Side]
     spectrum: Tensor | None = None
@@ -74,7 +75,8 @@ class Draft:
 def draft(seen: Seen, pair: tuple[Tensor, Tensor], sides: dict[str, weights.Side], look: bool) -> Draft:
     """Take from a call what proofs and spectrum need, with autocast off. No host synchronisation."""
     attention = seen.attention
-    made = Draft(pair, look, attention.scores is not None, seen.dropped, seen.weights is not None, seen.folded, sides)
+    by_hand = attention.scores is not None
+    made = Draft(pair, look, by_hand, seen.dropped, seen.source if seen.weights else "", seen.folded, sides)
     if not look:
         return made
     scale: float | Tensor = attention.head_dim**-0.5 if attention.scale is None else attention.scale
@@ -84,11 +86,11 @@ def draft(seen: Seen, pair: tuple[Tensor, Tensor], sides: dict[str, weights.Side
     elif seen.output is not None and seen.value is not None and not seen.dropped:
         made.error = reconstruct(seen)
     if seen.weights is not None:
-        w_q, w_k = (w.float().reshape(attention.heads, -1, w.shape[-1]) for w in seen.weights)
-        made.spectrum = spectrum(w_q, w_k)
+        made.spectrum = spectrum(*(w.detach().float() for w in seen.weights))
     elif sides:
         q, k = sides["q"], sides["k"]
-        made.spectrum = spectrum(q.weight, k.weight)
+        shared = min(q.weight.shape[1], k.weight.shape[1])  # part of a key may be made otherwise (layouts.py)
+        made.spectrum = spectrum(q.weight[:, :shared], k.weight[:, :shared])
         if q.reach is not None and k.reach is not None:
             reach = k.reach.repeat_interleave(attention.heads // k.reach.shape[0])
             made.bound = (scale * q.reach * reach).abs()
@@ -129,7 +131,7 @@ def _judge(layer: Layer, draft: Draft, error: float | None, errors: dict[str, ND
         return False
     how = _how(draft, error)
     if draft.named:
-        layer.state, layer.note = "verified", f"weights named by the call; {how}"
+        layer.state, layer.note = "verified", f"{draft.named}; {how}"
         return True
     layer.state = "logits_only"
     if draft.folded:
@@ -150,7 +152,7 @@ def _judge(layer: Layer, draft: Draft, error: float | None, errors: dict[str, ND
     kinds = (q.kinds[best["q"]], k.kinds[best["k"]])
     layer.qk_norm = kinds[0] if kinds[0] == kinds[1] else " / ".join(kind or "none" for kind in kinds)
     layer.kv_heads = k.heads[best["k"]]
-    named = [f"W_{side} = {key.weight} ({key.layout})" for side, key in layer.keys.items()]
+    named = [f"W_{side} = {weights.describe(key)}" for side, key in layer.keys.items()]
     layer.state, layer.note = "verified", f"{', '.join(named)}; {how}"
     layer.due = any(best.values())  # proved, but the spectrum of this step was of the first guess
     return not layer.due

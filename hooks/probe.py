@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from attnwatch.hooks import sites, weights
+from attnwatch.hooks.adapters import adapter_for
 from attnwatch.hooks.attention import Attention
 from attnwatch.hooks.compiled import EagerStep
 from attnwatch.hooks.handlers import HANDLERS
 from attnwatch.hooks.huggingface import Interface
 from attnwatch.hooks.layers import METRICS, Draft, Layer, draft, settle
+from attnwatch.hooks.layouts import Shape
 from attnwatch.hooks.statistics import finish, measure, merge, sample_rows, sample_sequences
 from attnwatch.hooks.tap import Frame, Seen, Tap
 
@@ -50,16 +52,18 @@ class Probe:
     rows, sequences: how many query rows of how many sequences of a batch are measured (None: all rows).
     """
 
-    def __init__(self, model: nn.Module, rows: int | None = 64, sequences: int = 4):
+    def __init__(self, model: nn.Module, rows: int | None = 64, sequences: int = 4, adapters: Sequence[Any] = ()):
         self.model = model
         self.rows = rows
         self.sequences = sequences
+        self.adapters = adapters
         self.layers: dict[str, Layer] = {}
         self._turn = 0
         self._look = False
         self._drafts: dict[str, Draft] = {}
         self._handles: list[Any] = []
         self._names: dict[int, str] = {}
+        self._adapted: dict[str, Any] = {}
         self._owners: set[str] = set()
         self._local = threading.local()
         self._interface = Interface(lambda: getattr(self._local, "tap", None))
@@ -81,6 +85,7 @@ class Probe:
         self._owners = sites.owners(self.model)
         for name, module in sites.hookable(self.model):
             self._names[id(module)] = name
+            self._adapted[name] = adapter_for(self.adapters, name, module)
             self._handles += [
                 module.register_forward_pre_hook(_Enter(self, name)),
                 module.register_forward_hook(_Leave(self, name), always_call=True),
@@ -117,7 +122,7 @@ class Probe:
         tap = getattr(self._local, "tap", None)
         if tap is None:
             tap = self._local.tap = Tap(HANDLERS, self._gather, self._failed, self._choose, self._look)
-        tap.enter(Frame(name, module, name in self._owners))
+        tap.enter(Frame(name, module, name in self._owners, adapter=self._adapted.get(name)))
 
     def leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
         tap = getattr(self._local, "tap", None)
@@ -159,9 +164,11 @@ class Probe:
         layer = self._layer(name, attention)
         look = self._look and name not in self._drafts
         with torch.no_grad():
-            sides = (
-                self._sides(layer, frame, seen) if look else {}
-            )  # in the caller's autocast, as the norms were called
+            if look and hasattr(frame.adapter, "weights"):
+                w_q, w_k, note = frame.adapter.weights(frame.module)
+                seen = seen._replace(weights=(w_q, w_k), source=note or "weights as the adapter gives them")
+            # In the caller's autocast, in which the norms were called.
+            sides = self._sides(layer, frame, seen) if look else {}
             with _full_precision(attention.device):
                 pair = measure(attention, self._choose(attention.batch), rows)
                 fresh = draft(seen, pair, sides, look)
@@ -183,8 +190,10 @@ class Probe:
         if seen.weights is not None or seen.folded or attention.q is None or attention.k is None:
             return {}
         found = {}
+        value_dim = 0 if seen.value is None else seen.value.shape[-1]
         for side, x in (("q", attention.q), ("k", attention.k)):
-            answer = weights.look(side, x.detach(), attention.heads, frame, layer.keys.get(side))
+            shape = Shape(side, attention.heads, x.shape[1], x.shape[3], value_dim)
+            answer = weights.look(shape, x.detach(), frame, layer.keys.get(side))
             if answer is None:
                 return {}
             found[side] = answer

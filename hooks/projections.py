@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnwatch.hooks.shapes import bind
-from attnwatch.hooks.tap import KEPT, Norm, Product, Tap
+from attnwatch.hooks.tap import Frame, Norm, Product, Tap
+
+_NORM = re.compile(r"norm|rms|l2", re.IGNORECASE)
 
 
 def linear(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -23,12 +26,54 @@ def addmm(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
 
 
 def product(tap: Tap, weight: Tensor, out: Tensor) -> None:
+    tap.site.project([_projected(tap, weight, out)])
+
+
+def _projected(tap: Tap, weight: Tensor, out: Tensor, name: str = "") -> Product:
     tokens = out.numel() // max(1, out.shape[-1])
     stride = max(1, tokens // 16) | 1  # odd: the rows fall on different positions of different sequences
     rows = out.detach().reshape(tokens, -1)[::stride][:16].clone() if tap.look else None
-    products = tap.site.products
-    products.append(Product(weight.detach(), out.shape[:-1], stride, rows))
-    del products[:-KEPT]
+    return Product(weight.detach(), out.shape[:-1], stride, rows, name)
+
+
+def module_left(tap: Tap, frame: Frame, arguments: Any, output: Any) -> None:
+    """A module inside the site is done: it may be a norm of the user's own, or a projection made of several."""
+    if not tap.look or not isinstance(output, Tensor):
+        return
+    if _is_norm(frame, arguments, output):
+        tap.site.norms.append(Norm(type(frame.module).__name__, frame.module.forward, _width(frame.module), False))
+    elif hasattr(frame.module, "get_delta_weight") and hasattr(frame.module, "get_base_layer"):
+        name = f"{frame.name.rpartition('.')[2]} (base + low-rank update)"
+        frame.products = [_projected(tap, _updated(frame.module), output, name)]
+
+
+def _updated(module: Any) -> Tensor:
+    """`[out, in]` of a PEFT LoRA layer: its base weight and the active adapters' updates."""
+    base = module.get_base_layer()
+    weight: Tensor = base.weight.detach()
+    if not (module.merged or module.disable_adapters):
+        for adapter in module.active_adapters:
+            if adapter in module.lora_A or adapter in module.lora_embedding_A:
+                weight = weight + module.get_delta_weight(adapter).detach()
+    return weight.t() if type(base).__name__ == "Conv1D" else weight
+
+
+def _is_norm(frame: Frame, arguments: Any, output: Tensor) -> bool:
+    """A user's own normalisation layer: named like one, no matrix, one tensor in and one of its shape out."""
+    name = type(frame.module).__name__
+    return (
+        not frame.owner
+        and bool(_NORM.search(name))
+        and "dropout" not in name.lower()
+        and len(arguments) == 1
+        and isinstance(arguments[0], Tensor)
+        and arguments[0].shape == output.shape
+    )
+
+
+def _width(module: nn.Module) -> int:
+    """Features of a norm layer: the size of its gain, 0 when it has none."""
+    return max((parameter.numel() for parameter in module.parameters(recurse=False)), default=0)
 
 
 def layer_norm(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:

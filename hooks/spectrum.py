@@ -125,8 +125,8 @@ def _energy(w: Tensor) -> Tensor:
     By eigenvalues: `svdvals` of such small matrices takes 200 times as long where other processes keep the cores busy.
     """
     gram = w @ w.mT if w.shape[-2] <= w.shape[-1] else w.mT @ w
-    energy: Tensor = torch.linalg.eigvalsh(gram.double())
-    return energy.clamp(min=0).flip(-1)
+    energy: Tensor = torch.linalg.eigvalsh(gram)
+    return energy.double().clamp(min=0).flip(-1)
 
 
 def _concentration(energy: Tensor) -> tuple[Tensor, Tensor, Tensor]:

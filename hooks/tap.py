@@ -9,7 +9,6 @@ softmax. What is needed is taken at once: a model may overwrite its tensors righ
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,18 +19,19 @@ from torch.overrides import TorchFunctionMode
 
 from attnwatch.hooks.attention import Attention
 
-_NORM = re.compile(r"norm|rms|l2", re.IGNORECASE)
 KEPT = 64  # products and norms remembered per frame: enough for any attention layer, bounded for a whole model
 
 
 class Product(NamedTuple):
     """A projection as it was computed. weight: `[out, in]`, a view of the parameter. lead: shape of the tokens. rows:
-    `[n, out]` of its output, every `stride`-th token from the first; None unless the weights are looked at."""
+    `[n, out]` of its output, every `stride`-th token from the first; None unless the weights are looked at. name: what
+    to call it where it is no parameter."""
 
     weight: Tensor
     lead: torch.Size
     stride: int
     rows: Tensor | None
+    name: str = ""
 
     @property
     def tokens(self) -> int:
@@ -58,7 +58,8 @@ class Pair(NamedTuple):
 
 class Seen(NamedTuple):
     """One attention call. value `[B, Hk, Tk, dv]` and output `[B, H, Tq, dv]` (`[Tq, B, E]` after its projection)
-    serve the proof that the call was understood. weights: `(W_q [E, in], W_k)` when the call itself names them.
+    serve the proof that the call was understood. weights: `W_q [H, d, in]` and `W_k [Hk, d, in]` where they are named,
+    and by what (source).
     dropped: attention dropout was on. folded: heads could not be told from sequences."""
 
     attention: Attention
@@ -67,6 +68,7 @@ class Seen(NamedTuple):
     projection: tuple[Tensor, Tensor | None] | None = None
     dropped: bool = False
     weights: tuple[Tensor, Tensor] | None = None
+    source: str = ""
     folded: bool = False
 
 
@@ -81,12 +83,21 @@ class Frame:
     norms: list[Norm] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     visible: list[Tensor] = field(default_factory=list)
+    map_shape: torch.Size | None = None  # of a softmax by hand whose product with the values is still to come
     seen: int = 0
+    used: bool = False  # the projections belong to a call that was seen; the next one starts anew
+    adapter: Any = None  # the user's own, if one matches the module
+
+    def project(self, products: list[Product]) -> None:
+        """Keep projections. Calls without new ones between them (a loop over heads) share the same."""
+        if self.used and products:
+            self.products, self.norms, self.used = [], [], False
+        self.products = (self.products + products)[-KEPT:]
 
     def hand_up(self, parent: Frame) -> None:
         """What a module without attention of its own computed (a projection, a norm) belongs to its caller."""
         if not self.seen:
-            parent.products = (parent.products + self.products)[-KEPT:]
+            parent.project(self.products)
             parent.norms = (parent.norms + self.norms)[-KEPT:]
             parent.pairs = (parent.pairs + self.pairs)[-4:]
 
@@ -102,7 +113,7 @@ class Tap(TorchFunctionMode):
 
     def __init__(
         self,
-        handlers: Mapping[str, Callable[[Tap, Any, Any, Any, Any], None]],
+        handlers: Mapping[str, Callable[..., None]],
         sink: Callable[[Frame, Seen, int], None],
         failed: Callable[[str, Exception], None],
         choose: Callable[[int], list[int]],
@@ -122,7 +133,9 @@ class Tap(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         handler = self.handlers.get(getattr(func, "__name__", ""))
-        if handler is not None:
+        if self.frames and self.site.adapter is not None:
+            self.handle(self.handlers["adapter"], handler, func, args, kwargs, out)
+        elif handler is not None:
             self.handle(handler, func, args, kwargs, out)
         return out
 
@@ -160,10 +173,7 @@ class Tap(TorchFunctionMode):
         while self.frames:
             frame = self.frames.pop()
             if self.frames:
-                if self.look and _is_norm(frame, arguments, output):
-                    self.site.norms.append(
-                        Norm(type(frame.module).__name__, frame.module.forward, _width(frame.module), False)
-                    )
+                self.handle(self.handlers["module left"], frame, arguments, output)
                 frame.hand_up(self.site)
             else:
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -176,24 +186,5 @@ class Tap(TorchFunctionMode):
         index = self.calls.get(site.name, 0)
         self.calls[site.name] = index + 1
         site.seen += 1
+        site.used = True
         self.sink(site, seen, index)
-        site.products.clear()
-        site.norms.clear()
-
-
-def _is_norm(frame: Frame, arguments: Any, output: Any) -> bool:
-    """A user's own normalisation layer: named like one, no matrix, one tensor in and one of its shape out."""
-    return (
-        not frame.owner
-        and bool(_NORM.search(type(frame.module).__name__))
-        and "dropout" not in type(frame.module).__name__.lower()
-        and len(arguments) == 1
-        and isinstance(arguments[0], Tensor)
-        and isinstance(output, Tensor)
-        and arguments[0].shape == output.shape
-    )
-
-
-def _width(module: nn.Module) -> int:
-    """Features of a norm layer: the size of its gain, 0 when it has none."""
-    return max((parameter.numel() for parameter in module.parameters(recurse=False)), default=0)

@@ -8,25 +8,18 @@ rotary embedding and a constant, is right. Only the best guess is used in the sa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnwatch.hooks.layouts import Layout, Shape, layouts
 from attnwatch.hooks.proof import mismatch, token_rows
 from attnwatch.hooks.tap import Frame, Norm, Product
 
 MAX_CANDIDATES = 64
-
-
-class Layout(NamedTuple):
-    """How a projection's features are split: `take` maps `[..., out]` to `[..., heads, d]`."""
-
-    label: str
-    heads: int
-    take: Callable[[Tensor], Tensor]
 
 
 class Key(NamedTuple):
@@ -49,11 +42,12 @@ class Candidate(NamedTuple):
 class Side(NamedTuple):
     """One side's weights (queries or keys) as of this step, and how good each choice was.
 
-    weight: `[Hx, d, in]` of the first choice, gain folded in. errors: `[n]` on the device, one a key. reach: `[H]`, the
-    largest length a vector can have after the norm (None without one). kinds, heads: norm and heads of each choice.
+    keys: one a choice; a pair where two streams of tokens have projections of their own. errors: `[n]` on the device, one
+    a key. weight: `[Hx, d, in]` of the first choice, gain folded in. reach: `[Hx]`, the largest length a vector can have
+    after the norm (None without one). kinds, heads: norm and heads of each choice.
     """
 
-    keys: tuple[Key, ...]
+    keys: tuple[Any, ...]
     errors: Tensor
     weight: Tensor
     reach: Tensor | None
@@ -61,19 +55,36 @@ class Side(NamedTuple):
     heads: tuple[int, ...]
 
 
-def look(side: str, x: Tensor, query_heads: int, frame: Frame, known: Key | None) -> Side | None:
-    """The weights behind `x [B, Hx, T, d]` (side "q" or "k"), or None if no projection fits.
+def look(shape: Shape, x: Tensor, frame: Frame, known: Any = None) -> Side | None:
+    """The weights behind queries or keys `x [B, Hx, T, d]`, or None if no projection fits.
 
     known: the choice proved before, looked for first. No host synchronisation.
     """
-    found = list(_candidates(side, x, query_heads, frame))
+    side = _look(shape, x, frame, known)
+    if side is not None:
+        return side
+    found = None
+    lengths = {product.tokens // len(x) for product in frame.products if product.tokens % len(x) == 0}
+    for length in sorted(lengths):  # joint attention over two streams of tokens, one behind the other
+        if x.shape[2] - length in lengths:
+            firsts, seconds = known if known is not None and not isinstance(known, Key) else (None, None)
+            first = _look(shape, x[:, :, :length], frame, firsts)
+            second = _look(shape, x[:, :, length:], frame, seconds)
+            if first is not None and second is not None:
+                joint = _join(first, second)
+                found = joint if found is None else _either(found, joint)
+    return found
+
+
+def _look(shape: Shape, x: Tensor, frame: Frame, known: Any) -> Side | None:
+    found = list(_candidates(shape, x, frame))
     found = [candidate for candidate in found if candidate.key == known] or found
     kept, errors, ratios = [], [], []
     for candidate in found[:MAX_CANDIDATES]:
         made = _make(candidate)
         if made is not None:
             real, position = token_rows(x, candidate.product.stride, made.shape[0], candidate.key.sequence_first)
-            error, ratio = mismatch(real, made, position)
+            error, ratio = mismatch(real[..., : candidate.layout.size], made, position)
             kept.append(candidate)
             errors.append(error)
             ratios.append(ratio)
@@ -99,27 +110,60 @@ def look(side: str, x: Tensor, query_heads: int, frame: Frame, known: Key | None
     )
 
 
+def describe(key: Any) -> str:
+    """What a choice is, in words."""
+    return f"{key.weight} ({key.layout})" if isinstance(key, Key) else " and ".join(describe(part) for part in key)
+
+
+def _join(first: Side, second: Side) -> Side:
+    """Two streams: every pair of their choices, the operator on both inputs side by side."""
+    pairs = [(i, j) for i in range(len(first.keys)) for j in range(len(second.keys))][: MAX_CANDIDATES**2]
+    errors = torch.maximum(first.errors[:, None], second.errors[None, :]).flatten()[: len(pairs)]
+    reach = None if first.reach is None or second.reach is None else torch.maximum(first.reach, second.reach)
+    return Side(
+        tuple((first.keys[i], second.keys[j]) for i, j in pairs),
+        errors,
+        torch.cat([first.weight, second.weight], -1),
+        reach,
+        tuple(first.kinds[i] if first.kinds[i] == second.kinds[j] else "mixed" for i, j in pairs),
+        tuple(first.heads[i] for i, _ in pairs),
+    )
+
+
+def _either(one: Side, other: Side) -> Side:
+    return Side(
+        one.keys + other.keys,
+        torch.cat([one.errors, other.errors]),
+        one.weight,
+        one.reach,
+        one.kinds + other.kinds,
+        one.heads + other.heads,
+    )
+
+
 # --- candidates ---------------------------------------------------------------------------------------------------
 
 
-def _candidates(side: str, x: Tensor, query_heads: int, frame: Frame) -> Iterator[Candidate]:
+def _candidates(shape: Shape, x: Tensor, frame: Frame) -> Iterator[Candidate]:
     """Best guess first: names that say query or key, norms if the layer has any, plain layouts before rare ones."""
-    batch, heads, length, d = x.shape
+    batch, _, length, d = x.shape
     names = {p.untyped_storage().data_ptr(): name for name, p in frame.module.named_parameters()}
     named = [(product, _name(product, names)) for product in frame.products if product.tokens == batch * length]
-    named.sort(key=lambda pair: not _says(side, pair[1]))
-    norms = _norms(side, frame.norms, d)
+    named.sort(key=lambda pair: not _says(shape.side, pair[1]))
+    norms = _norms(shape.side, frame.norms, d)
     norms = [*norms, (None, False)] if norms else [(None, False), (Norm("normalize", _unit, d, True), False)]
     for norm, across in norms:
         for product, name in named:
             orders = (True, False) if tuple(product.lead) == (length, batch) and batch != length else (False, True)
-            for layout in _layouts(side, product.weight.shape[0], query_heads, heads, d, name):
+            for layout in layouts(shape, product.weight.shape[0], name):
                 for sequence_first in orders if batch > 1 and length > 1 else (False,):
                     key = Key(name, layout.label, _label(norm, across), sequence_first)
                     yield Candidate(key, product, layout, norm, across)
 
 
 def _name(product: Product, names: dict[int, str]) -> str:
+    if product.name:
+        return product.name
     weight = product.weight
     name = names.get(weight.untyped_storage().data_ptr(), "?")
     return f"{name}+{weight.storage_offset()}" if weight.storage_offset() else name
@@ -144,54 +188,6 @@ def _norms(side: str, norms: list[Norm], d: int) -> list[tuple[Norm | None, bool
 
 def _label(norm: Norm | None, across: bool) -> str:
     return "" if norm is None else f"{norm.label}{' across heads' if across else ''}"
-
-
-def _layouts(side: str, out: int, queries: int, heads: int, d: int, name: str) -> Iterator[Layout]:
-    """Ways in which `out` features can hold the queries of `queries` heads, or keys of `heads` heads or of any divisor
-    (keys may have been repeated for grouped queries)."""
-    counts = [queries] if side == "q" else [kv for kv in range(heads, 0, -1) if heads % kv == 0]
-    grouped = [
-        _grouped(side, kv, queries // kv, d)
-        for kv in range(queries, 0, -1)
-        if queries % kv == 0 and out == kv * (queries // kv + 2) * d
-    ]
-    blocks = [
-        (count, offset)
-        for count in counts
-        for offset in range(0, out - count * d + 1, count * d)
-        if count == counts[0] or offset in (0, queries * d, out - count * d)
-    ]
-    if side == "k":  # [q; k; v] is by far the commonest fusion: keys right behind the queries, as many as the values
-        blocks.sort(key=lambda block: not (block[1] == queries * d and out == (queries + 2 * block[0]) * d))
-    plain = [_block(offset, count, d, out) for count, offset in blocks]
-    yield from grouped + plain if "query_key_value" in name else plain + grouped
-    part = 0 if side == "q" else 1
-    if out == 3 * queries * d:
-        yield Layout("head, feature, [q k v]", queries, lambda x: x.unflatten(-1, (queries, d, 3))[..., part])
-    if side == "k":
-        for kv in counts:
-            if out == 2 * kv * d:
-                yield Layout("head, [k v], feature", kv, _first_of_two(kv, d))
-    if out == counts[0] * d and counts[0] > 1:
-        swapped = (d, counts[0])
-        yield Layout("feature, head", counts[0], lambda x: x.unflatten(-1, swapped).transpose(-1, -2))
-
-
-def _first_of_two(heads: int, d: int) -> Callable[[Tensor], Tensor]:
-    return lambda x: x.unflatten(-1, (heads, 2, d))[..., 0, :]
-
-
-def _block(offset: int, heads: int, d: int, out: int) -> Layout:
-    label = "whole" if out == heads * d else f"rows {offset} to {offset + heads * d}"
-    return Layout(label, heads, lambda x: x[..., offset : offset + heads * d].unflatten(-1, (heads, d)))
-
-
-def _grouped(side: str, kv: int, queries: int, d: int) -> Layout:
-    def take(x: Tensor) -> Tensor:
-        x = x.unflatten(-1, (kv, queries + 2, d))
-        return x[..., :queries, :].flatten(-3, -2) if side == "q" else x[..., queries, :]
-
-    return Layout(f"{kv} groups of [{queries} q, k, v]", kv * queries if side == "q" else kv, take)
 
 
 # --- what a candidate makes ---------------------------------------------------------------------------------------

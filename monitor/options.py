@@ -48,7 +48,7 @@ def choose_rules(given: str | os.PathLike[str] | Sequence[Rule] | None) -> tuple
         return load_rules(), "default"
     if isinstance(given, str | os.PathLike):
         return load_rules(given), str(given)
-    if not isinstance(given, Sequence) or not all(isinstance(rule, Rule) for rule in given):
+    if not isinstance(given, list | tuple) or not all(isinstance(rule, Rule) for rule in given):
         raise UsageError(f"expected rules to be a TOML file or a list of attnwatch.Rule, found {repr(given)[:60]}")
     return tuple(given), f"{len(given)} given"
 

@@ -1,0 +1,83 @@
+"""Where a monitor's findings go: the run directory and the outputs. A part that breaks is named; the rest goes on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from attnwatch.monitor.sample import Problem, Sample, Update
+from attnwatch.monitor.store import RunWriter
+
+RUN = "run directory"
+
+
+class Output(Protocol):
+    """Who is told after every step. An output that raises is switched off and named."""
+
+    def write(self, update: Update) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Journal:
+    """Records and tells; nothing here raises. problems: what does not work, each said once, at the newest `step`."""
+
+    def __init__(self, writer: RunWriter, outputs: Sequence[Output]) -> None:
+        self.path = writer.path
+        self.outputs = list(outputs)
+        self.problems: list[Problem] = []
+        self.step = 0
+        self._writer = writer
+        self._recorded = 0  # of the problems
+        self._failed: set[tuple[str, type[Exception]]] = set()
+
+    def sample(self, sample: Sample) -> None:
+        self.safely(RUN, lambda: self._writer.sample(sample))
+
+    def scalars(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.safely(RUN, lambda: self._writer.scalars(step, numbers))
+
+    def event(self, name: str, step: int, content: Mapping[str, Any]) -> None:
+        self.safely(RUN, lambda: self._writer.event({"event": name, "step": step, **content}))
+
+    def tell(self, update: Update) -> None:
+        for output in list(self.outputs):
+            if not self.safely(type(output).__name__, lambda: output.write(update)):  # noqa: B023 (called at once)
+                self.outputs.remove(output)
+                with contextlib.suppress(Exception):
+                    output.close()
+
+    def problem(self, where: str, text: str) -> None:
+        """Name what does not work: in the run at once, to the outputs with the next update."""
+        if not any((known.where, known.text) == (where, text) for known in self.problems):
+            self.problems.append(Problem(self.step, where, text))
+            self._record_problems()
+
+    def safely(self, where: str, action: Callable[[], object]) -> bool:
+        """Whether the action worked. Of one part the first failure of a kind is named: the next ones only repeat it."""
+        try:
+            action()
+        except Exception as error:
+            if (where, type(error)) not in self._failed:
+                self._failed.add((where, type(error)))
+                self.problem(where, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            return False
+        return True
+
+    def close(self) -> None:
+        self._record_problems()
+        self.safely(RUN, self._writer.close)
+
+    def dismiss(self) -> None:
+        """Close the outputs."""
+        for output in self.outputs:
+            self.safely(type(output).__name__, output.close)
+
+    def _record_problems(self) -> None:
+        """What a full disk refused is tried again with the next problem, and at the end."""
+        with contextlib.suppress(Exception):
+            while self._recorded < len(self.problems):
+                self._writer.event({"event": "problem", **asdict(self.problems[self._recorded])})
+                self._recorded += 1
