@@ -84,7 +84,8 @@ def training(length: int, batch: int, every: int | None) -> Iterator[Callable[[]
         yield step
         if monitor is not None:
             states = {layer.state for layer in monitor.coverage}
-            assert states == {"verified"} and not monitor.problems, f"not the measurement it should be:\n{monitor}"
+            if states != {"verified"} or monitor.problems:
+                raise SystemExit(f"not the measurement it should be:\n{monitor}")
             monitor.close()
 
 

@@ -30,42 +30,10 @@ def matmul(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if a.dim() >= 2 and a.shape[-1] == b.shape[0]:
             product(tap, b.t(), out)
     elif a.dim() >= 3 and b.dim() >= 3:
-        _pair(tap, a, b.transpose(-1, -2), out)
+        pair(tap, a, b.transpose(-1, -2), out)
 
 
-def einsum(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-    """`bhid,bhjd->bhij` in any letters: one letter summed, the last two of the result are rows and keys."""
-    operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
-    inputs, arrow, result = str(args[0]).replace(" ", "").partition("->")
-    if len(operands) != 2 or not arrow:
-        return
-    first, second = (_spell(*pair) for pair in zip(inputs.split(","), operands, strict=True))
-    result = _spell(result, out)
-    summed = [c for c in first if c in second and c not in result]
-    if len(summed) != 1 or len(result) < 3 or result[-1] in first or result[-2] in second:
-        return
-    row, key, lead = result[-2], result[-1], result[:-2]
-    if row not in first or key not in second:
-        return
-
-    def ordered(labels: str, x: Tensor, last: str) -> Tensor:
-        kept = [c for c in lead if c in labels]
-        x = x.permute(*[labels.index(c) for c in (*kept, last, summed[0])])
-        for position, c in enumerate(lead):
-            if c not in labels:
-                x = x.unsqueeze(position)
-        return x
-
-    if len(set(first)) == len(first) and len(first) <= len(result) and len(second) <= len(result):
-        _pair(tap, ordered(first, operands[0], row), ordered(second, operands[1], key), out)
-
-
-def _spell(labels: str, x: Tensor) -> str:
-    """The dots as letters that no equation has, the same for the same dimension counted from the right."""
-    return labels.replace("...", "αβγδεζηθ"[len(labels) - x.dim() - 3 :] if x.dim() > len(labels) - 3 else "")
-
-
-def _pair(tap: Tap, q: Tensor, k: Tensor, out: Tensor) -> None:
+def pair(tap: Tap, q: Tensor, k: Tensor, out: Tensor) -> None:
     site = tap.site
     if site.map_shape is not None and _alike(q.shape, site.map_shape):
         site.map_shape = None  # the attention map times the values
@@ -129,15 +97,15 @@ def softmax(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     x, dim, site = call["input"], call.get("dim"), tap.site
     if not isinstance(out, Tensor) or out.dim() < 3 or dim not in (-1, out.dim() - 1):
         return
-    pair = next((p for p in reversed(site.pairs) if _alike(p.shape, x.shape)), None)
-    if pair is None:
+    scored = next((p for p in reversed(site.pairs) if _alike(p.shape, x.shape)), None)
+    if scored is None:
         return  # a router, a classifier: no product of two activations behind it
-    form = form_of(site, x, pair.k)
+    form = form_of(site, x, scored.k)
     mask = None
     for visible in site.visible:
         part = four_mask(visible, form)
         mask = part if mask is None else mask & part
-    attention = Attention(q=four(pair.q, form), k=four(pair.k, form), scores=four(x.detach(), form), mask=mask)
+    attention = Attention(q=four(scored.q, form), k=four(scored.k, form), scores=four(x.detach(), form), mask=mask)
     site.pairs.clear()
     site.visible.clear()
     site.map_shape = out.shape

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attnwatch.hooks import adapters, by_hand, flex, fused, projections
+from attnwatch.hooks import adapters, by_hand, einsum, flex, fused, projections
 
 HANDLERS: dict[str, Callable[..., None]] = {
     "module left": projections.module_left,  # no function: a module inside the site is done
@@ -21,7 +21,7 @@ HANDLERS: dict[str, Callable[..., None]] = {
     "mm": by_hand.matmul,
     "bmm": by_hand.matmul,
     "baddbmm": by_hand.matmul,
-    "einsum": by_hand.einsum,
+    "einsum": einsum.einsum,
     "linear": projections.linear,
     "addmm": projections.addmm,
     "layer_norm": projections.layer_norm,

@@ -7,17 +7,17 @@ window, position bias. The arguments of the call decide, never an attribute of a
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
+from functools import reduce, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnwatch.hooks.attention import Attention
-from attnwatch.hooks.flex import block_mask_mod
-from attnwatch.hooks.tap import Seen, Tap
+from attnwatch.hooks.flex import Mod, block_mask_mod
+from attnwatch.hooks.tap import Packed, Seen, Tap
 
 
 class Interface:
@@ -34,7 +34,7 @@ class Interface:
         if original is None:
             return
 
-        @functools.wraps(original)
+        @wraps(original)
         def get_interface(registry: Any, implementation: str, default: Any) -> Any:
             function = original(registry, implementation, default)
             return self._watched(function, str(implementation)) if self._current() is not None else function
@@ -48,7 +48,7 @@ class Interface:
             self._original = None
 
     def _watched(self, function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
-        @functools.wraps(function)
+        @wraps(function)
         def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
             tap = self._current()
             if tap is None:
@@ -65,6 +65,7 @@ def _record(
     tap: Tap, module: Any, implementation: str, tensors: tuple[Any, Any, Any, Any], kwargs: dict[str, Any], out: Any
 ) -> None:
     query, key, value, mask = tensors
+    visibility, packed = _visibility(module, implementation, query, key, mask, kwargs)
     attention = Attention(
         q=query.detach(),
         k=key.detach(),
@@ -72,47 +73,62 @@ def _record(
         softcap=kwargs.get("softcap"),
         bias=_detached(kwargs.get("position_bias")),
         sinks=_detached(kwargs.get("s_aux")),
-        **_visibility(module, implementation, query, mask, kwargs),
+        **visibility,
     )
-    seen = Seen(attention, value.detach(), out[0].detach().transpose(1, 2), dropped=bool(kwargs.get("dropout")))
+    output = out[0].detach().transpose(1, 2)
+    seen = Seen(attention, value.detach(), output, dropped=bool(kwargs.get("dropout")), packed=packed)
     tap.report(seen, next((frame for frame in reversed(tap.frames) if frame.module is module), None))
 
 
-def _visibility(module: Any, implementation: str, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _visibility(
+    module: Any, implementation: str, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], Packed | None]:
     """What tells which keys a row sees, by implementation: its own rules, as the library wrote them."""
     if isinstance(mask, Tensor) and mask.dim() == 4:
-        return {"mask": mask.detach()}
+        return {"mask": mask.detach()}, None
     if mask is not None and not isinstance(mask, Tensor):
-        return {"mask_mod": block_mask_mod(mask)}
+        return {"mask_mod": block_mask_mod(mask)}, None
     if implementation == "eager":
-        return {}
+        return {}, None
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal) and query.shape[2] > 1
-    if "flash" not in implementation:
-        return {"causal": causal and mask is None}
-    padding = None if mask is None else mask.detach().bool()[:, None, None]
+    if "flash" in implementation:
+        return _flash(query, key, mask, kwargs, causal)
+    return {"causal": causal and mask is None}, None
+
+
+def _flash(
+    query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any], causal: bool
+) -> tuple[dict[str, Any], Packed | None]:
+    """Flash kernels get no mask. Padding, `[B, T]`, is cut out of queries and keys; without it, packed sequences are
+    told apart by their ends or, in a batch of one, by positions that start anew."""
+    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
+    visibility: dict[str, Any] = {}
+    mods: list[Mod] = []
     window, positions = kwargs.get("sliding_window"), kwargs.get("position_ids")
-    mods = []
     if window is not None and not causal:  # the kernel's window then reaches both ways
-        mods.append(lambda b, h, i, j: (i - j).abs() < window)
-        window = None
-    if mask is None and isinstance(positions, Tensor) and positions.dim() == 2:
-        mods.append(_same_document(positions.detach().expand(query.shape[0], -1)))
-    return {"causal": causal, "window": window, "mask": padding, "mask_mod": _all(mods)}
-
-
-def _same_document(positions: Tensor) -> Callable[..., Tensor]:
-    """Packed sequences without a mask: a document starts wherever the positions do not go on. `positions [B, T]`."""
-    jumps = torch.nn.functional.pad(positions.diff(dim=-1) != 1, (1, 0))
-    document = jumps.cumsum(-1)
-    return lambda b, h, i, j: document[b, i] == document[b, j]
-
-
-def _all(mods: list[Callable[..., Tensor]]) -> Callable[..., Tensor] | None:
-    if len(mods) == 2:
-        first, second = mods
-        return lambda b, h, i, j: first(b, h, i, j) & second(b, h, i, j)
-    return mods[0] if mods else None
+        mods.append(lambda b, h, i, j: (i + keys - queries - j).abs() < window)
+    elif queries == keys:
+        visibility.update(causal=causal, window=window)
+    elif causal:  # the kernel lets the last query see the last key
+        reach = keys if window is None else window
+        mods.append(lambda b, h, i, j: (i + keys - queries >= j) & (i + keys - queries - j < reach))
+    packed = None
+    if mask is not None:
+        shown = mask.detach().bool()
+        visibility["mask"] = shown[:, None, None]
+        mods.append(lambda b, h, i, j: shown[:, -queries:][b, i])
+    elif isinstance(kwargs.get("cu_seq_lens_q"), Tensor):
+        token = torch.arange(batch * queries, device=query.device).view(batch, queries)
+        packed = Packed(torch.bucketize(token, kwargs["cu_seq_lens_q"], right=True), "cu_seq_lens")
+    elif isinstance(positions, Tensor) and batch == 1 and positions.numel() == queries == keys > 1:
+        packed = Packed((positions == positions.min()).view(1, -1).cumsum(-1), "position_ids")
+    if packed is not None:
+        document = packed.document
+        mods.append(lambda b, h, i, j: document[b, i] == document[b, j])
+    if mods:
+        visibility["mask_mod"] = lambda *at: reduce(torch.logical_and, (mod(*at) for mod in mods))
+    return visibility, packed
 
 
 def _detached(x: Any) -> Tensor | None:

@@ -64,11 +64,14 @@ class Draft:
     spectrum: Tensor | None = None
     error: Tensor | None = None
     bound: Tensor | None = None
+    packed: Tensor | None = None  # 0-d: documents in one packed sequence
+    packed_by: str = ""
+    channels: bool = False
 
     @property
     def parts(self) -> list[Tensor]:
         """What travels to the host beside the statistics; `settle` reads it in this order."""
-        optional = [x for x in (self.spectrum, self.error, self.bound) if x is not None]
+        optional = [x for x in (self.spectrum, self.error, self.bound, self.packed) if x is not None]
         return optional + [side.errors for side in self.sides.values()]
 
 
@@ -79,6 +82,9 @@ def draft(seen: Seen, pair: tuple[Tensor, Tensor], sides: dict[str, weights.Side
     made = Draft(pair, look, by_hand, seen.dropped, seen.source if seen.weights else "", seen.folded, sides)
     if not look:
         return made
+    made.channels = seen.channels
+    if seen.packed is not None:
+        made.packed, made.packed_by = seen.packed.document.amax(), seen.packed.by
     scale: float | Tensor = attention.head_dim**-0.5 if attention.scale is None else attention.scale
     if made.by_hand:
         if attention.q is not None and attention.k is not None:
@@ -105,9 +111,12 @@ def settle(layer: Layer, draft: Draft, numbers: Iterator[NDArray[np.float64]]) -
     spectra = None if draft.spectrum is None else next(numbers).reshape(len(SPECTRUM), heads)
     error = None if draft.error is None else float(next(numbers)[0])
     bound = None if draft.bound is None else next(numbers)
+    documents = 1 if draft.packed is None else int(next(numbers)[0])
     errors = {side: next(numbers) for side in draft.sides}
     if draft.looked:
         proved = _judge(layer, draft, error, errors)
+        if documents > 1 and layer.state != "uncovered":
+            layer.note += f"; packed sequences told apart by {draft.packed_by}"
         if proved and spectra is not None:
             row[len(ATTENTION) : -len(BOUND)] = spectra
             layer.bound = bound
@@ -125,6 +134,9 @@ def _judge(layer: Layer, draft: Draft, error: float | None, errors: dict[str, ND
     """Set the layer's state and note. True when this step's spectrum came from proved weights."""
     limit = tolerance(getattr(torch, layer.dtype))
     layer.due = False
+    if draft.channels:
+        layer.state, layer.note = "uncovered", "attends over channels, not over positions: another thing is measured"
+        return False
     if not draft.by_hand and error is not None and not error < limit:
         layer.state = "uncovered"
         layer.note = f"its output could not be made again from q, k, v and masks (relative error {error:.1e})"

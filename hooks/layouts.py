@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -46,6 +47,8 @@ def layouts(shape: Shape, out: int, name: str) -> Iterator[Layout]:
     if side == "k":  # [q; k; v] is by far the commonest fusion: keys right behind the queries, as many as the values
         blocks.sort(key=lambda block: not (block[1] == queries * d and out == (queries + 2 * block[0]) * d))
     plain = [_block(offset, count, d, out) for count, offset in blocks]
+    # Grouped queries: neighbours share a key head, or (as einops repeats) every Hk-th one does.
+    plain += [_tiled(layout, counts[0]) for layout in plain if 1 < layout.heads < counts[0]]
     yield from grouped + plain if "query_key_value" in name else plain + grouped
     if out == 3 * queries * d:
         yield _innermost(side, queries, d)
@@ -53,7 +56,8 @@ def layouts(shape: Shape, out: int, name: str) -> Iterator[Layout]:
         yield from (_key_and_value(kv, d, d) for kv in counts if out == 2 * kv * d)
         part = out // shape.heads - shape.value  # multi-head latent attention: the rest of a key is shared by the heads
         if shape.value and out % shape.heads == 0 and 0 < part < d:
-            yield _key_and_value(shape.heads, part, shape.value)
+            layout = _key_and_value(shape.heads, part, shape.value)
+            yield layout._replace(label=f"{layout.label}; the other {d - part} features are shared by the heads and left out")
     if out == counts[0] * d and counts[0] > 1:
         yield _swapped(counts[0], d)
 
@@ -61,6 +65,13 @@ def layouts(shape: Shape, out: int, name: str) -> Iterator[Layout]:
 def _block(offset: int, heads: int, d: int, out: int) -> Layout:
     label = "whole" if out == heads * d else f"rows {offset} to {offset + heads * d}"
     return Layout(label, heads, d, lambda x: x[..., offset : offset + heads * d].unflatten(-1, (heads, d)))
+
+
+def _tiled(layout: Layout, heads: int) -> Layout:
+    """Key heads over and over."""
+    times = heads // layout.heads
+    label = f"{layout.label}, {times} times over"
+    return Layout(label, heads, layout.size, lambda x: torch.cat([layout.take(x)] * times, -2))
 
 
 def _grouped(side: str, kv: int, queries: int, d: int) -> Layout:

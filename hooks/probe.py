@@ -22,6 +22,7 @@ from attnwatch.hooks import sites, weights
 from attnwatch.hooks.adapters import adapter_for
 from attnwatch.hooks.attention import Attention
 from attnwatch.hooks.compiled import EagerStep
+from attnwatch.hooks.graph import GraphRoute
 from attnwatch.hooks.handlers import HANDLERS
 from attnwatch.hooks.huggingface import Interface
 from attnwatch.hooks.layers import METRICS, Draft, Layer, draft, settle
@@ -52,7 +53,7 @@ class Probe:
     rows, sequences: how many query rows of how many sequences of a batch are measured (None: all rows).
     """
 
-    def __init__(self, model: nn.Module, rows: int | None = 64, sequences: int = 4, adapters: Sequence[Any] = ()):
+    def __init__(self, model: nn.Module, rows: int | None = 64, sequences: int = 4, adapters: Sequence[Any] = (), graph: bool = False):
         self.model = model
         self.rows = rows
         self.sequences = sequences
@@ -68,6 +69,7 @@ class Probe:
         self._local = threading.local()
         self._interface = Interface(lambda: getattr(self._local, "tap", None))
         self._eager = EagerStep()
+        self.graph = GraphRoute(self) if graph else None
         self._lock = threading.Lock()
         self._broken: set[str] = set()
         self._silent: set[str] = set()
@@ -83,6 +85,9 @@ class Probe:
         self._look = look
         self._drafts = {}
         self._owners = sites.owners(self.model)
+        if self.graph is not None:
+            self._arm_graph(self.graph)
+            return
         for name, module in sites.hookable(self.model):
             self._names[id(module)] = name
             self._adapted[name] = adapter_for(self.adapters, name, module)
@@ -95,8 +100,20 @@ class Probe:
         _ARMED.append(self)
         self._seconds = time.perf_counter() - start
 
+    def _arm_graph(self, route: GraphRoute) -> None:
+        """Hooks only on the compiled parts themselves: they run outside of the graphs, and tell which part runs."""
+        for name, module in sites.hookable(self.model):
+            if sites.is_compiled_part(module):
+                self._handles += [
+                    module.register_forward_pre_hook(_Region(self, name)),
+                    module.register_forward_hook(_RegionEnd(self, name), always_call=True),
+                ]
+        route.armed = True
+
     def disarm(self) -> None:
         """Hooks off; idempotent."""
+        if self.graph is not None:
+            self.graph.armed = False
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -120,6 +137,9 @@ class Probe:
         if not self.model.training or in_backward():
             return
         tap = getattr(self._local, "tap", None)
+        if tap is not None and tap.frames and tap.frames[0].module is module:  # begun again after an interruption
+            self._unwind()
+            tap = None
         if tap is None:
             tap = self._local.tap = Tap(HANDLERS, self._gather, self._failed, self._choose, self._look)
         tap.enter(Frame(name, module, name in self._owners, adapter=self._adapted.get(name)))
@@ -142,6 +162,16 @@ class Probe:
         else:
             frame = next((f for f in reversed(tap.frames) if f.module is module), Frame(name, module, True))
             tap.handle(lambda tap: tap.report(Seen(attention), frame))
+
+    @property
+    def looking(self) -> bool:
+        """Whether the weights are looked at in this step."""
+        return self._look
+
+    def gather(self, frame: Frame, seen: Seen, index: int) -> None:
+        """What the compiled graph saw."""
+        if self.model.training and not in_backward():
+            self._gather(frame, seen, index)
 
     def _choose(self, batch: int) -> list[int]:
         return sample_sequences(batch, self.sequences, self._turn)
@@ -171,6 +201,7 @@ class Probe:
             sides = self._sides(layer, frame, seen) if look else {}
             with _full_precision(attention.device):
                 pair = measure(attention, self._choose(attention.batch), rows)
+                seen = seen._replace(channels=look and weights.over_channels(frame, attention))
                 fresh = draft(seen, pair, sides, look)
         with self._lock:
             known = self._drafts.setdefault(name, fresh)
@@ -298,8 +329,8 @@ def _dtype(attention: Attention) -> torch.dtype:
     shaped = attention.scores if attention.scores is not None else attention.q
     assert shaped is not None
     kind = shaped.device.type
-    if attention.scores is None and shaped.dtype == torch.float32 and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
+    if attention.scores is None and shaped.dtype == torch.float32 and torch.amp.is_autocast_available(kind):
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else shaped.dtype
     return shaped.dtype
 
 
@@ -342,3 +373,15 @@ class _Enter:
 class _Leave(_Enter):
     def __call__(self, module: nn.Module, arguments: Any, output: Any = None) -> None:
         self._probe.leave(module, arguments, output)
+
+
+class _Region(_Enter):
+    def __call__(self, module: nn.Module, arguments: Any) -> None:
+        if self._probe.graph is not None:
+            self._probe.graph.regions.append(self._name)
+
+
+class _RegionEnd(_Enter):
+    def __call__(self, module: nn.Module, arguments: Any, output: Any = None) -> None:
+        if self._probe.graph is not None and self._name in self._probe.graph.regions:
+            del self._probe.graph.regions[self._probe.graph.regions.index(self._name) :]

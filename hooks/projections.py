@@ -25,14 +25,15 @@ def addmm(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     product(tap, call["mat2"].t(), out)
 
 
-def product(tap: Tap, weight: Tensor, out: Tensor) -> None:
-    tap.site.project([_projected(tap, weight, out)])
+def product(tap: Tap, weight: Tensor, out: Tensor, name: str = "") -> None:
+    tap.site.project([projected(tap.look, weight, out, name)])
 
 
-def _projected(tap: Tap, weight: Tensor, out: Tensor, name: str = "") -> Product:
+def projected(look: bool, weight: Tensor, out: Tensor, name: str = "") -> Product:
+    """What a projection `[..., in] -> [..., out]` leaves behind; rows of its output only if the weights are looked at."""
     tokens = out.numel() // max(1, out.shape[-1])
     stride = max(1, tokens // 16) | 1  # odd: the rows fall on different positions of different sequences
-    rows = out.detach().reshape(tokens, -1)[::stride][:16].clone() if tap.look else None
+    rows = out.detach().reshape(tokens, -1)[::stride][:16].clone() if look else None
     return Product(weight.detach(), out.shape[:-1], stride, rows, name)
 
 
@@ -44,7 +45,7 @@ def module_left(tap: Tap, frame: Frame, arguments: Any, output: Any) -> None:
         tap.site.norms.append(Norm(type(frame.module).__name__, frame.module.forward, _width(frame.module), False))
     elif hasattr(frame.module, "get_delta_weight") and hasattr(frame.module, "get_base_layer"):
         name = f"{frame.name.rpartition('.')[2]} (base + low-rank update)"
-        frame.products = [_projected(tap, _updated(frame.module), output, name)]
+        frame.products = [projected(tap.look, _updated(frame.module), output, name)]
 
 
 def _updated(module: Any) -> Tensor:
@@ -62,7 +63,8 @@ def _is_norm(frame: Frame, arguments: Any, output: Tensor) -> bool:
     """A user's own normalisation layer: named like one, no matrix, one tensor in and one of its shape out."""
     name = type(frame.module).__name__
     return (
-        not frame.owner
+        not (frame.owner and any(frame.module.children()))  # a gain a head is a matrix too
+        and not frame.products
         and bool(_NORM.search(name))
         and "dropout" not in name.lower()
         and len(arguments) == 1

@@ -39,7 +39,7 @@ def mismatch(real: Tensor, made: Tensor, position: Tensor) -> tuple[Tensor, Tens
         made = made.repeat_interleave(heads // made.shape[1], dim=1)
     first = (position == 0).float()[:, None, None]
     views: list[Callable[[Tensor], Tensor]] = [lambda x: x, lambda x: x * first]
-    if d % 2 == 0:
+    if d % 2 == 0 and d > 2:  # a pair that is the whole vector has the length that a norm gave it
         views += [
             lambda x: torch.hypot(x[..., : d // 2], x[..., d // 2 :]),
             lambda x: torch.hypot(x[..., 0::2], x[..., 1::2]),
@@ -60,7 +60,7 @@ def mismatch(real: Tensor, made: Tensor, position: Tensor) -> tuple[Tensor, Tens
 def _fit(real: Tensor, made: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     ratio = (real * made).sum((0, 2)) / made.square().sum((0, 2)).clamp_min(1e-30)  # [H], least squares
     error = (real - ratio[:, None] * made).square().sum()
-    return (error / scale.clamp_min(1e-30)).sqrt(), ratio
+    return (error / scale).sqrt(), ratio  # NaN where nothing is there to compare
 
 
 def reconstruct(seen: Seen) -> Tensor:

@@ -28,7 +28,7 @@ def bind(names: tuple[str, ...], args: Any, kwargs: Any) -> dict[str, Any]:
 def form_of(site: Frame, x: Tensor, k: Tensor) -> Form:
     """x: queries `[..., Tq, d]` or scores `[..., Tq, Tk]`; k: keys `[..., Tk, d]`.
 
-    Where shapes leave it open, the projections of the same module know how many tokens, so how many sequences, there are.
+    Where shapes leave it open, projections of the same module tell: they know how many tokens, so sequences, there are.
     """
     length, tokens = x.shape[-2], {product.tokens for product in site.products}
     if x.dim() < 3:
@@ -50,7 +50,7 @@ def _repeats(k: Tensor, dim: int, x: Tensor) -> bool:
 
 
 def four(x: Tensor, form: Form) -> Tensor:
-    """To `[B, H, T, d]`. 3-D: sequences * heads, folded. 5-D: heads in groups, else windows, which join the sequences."""
+    """To `[B, H, T, d]`. 3-D: sequences * heads, folded. 5-D: heads in groups, else windows, each a sequence."""
     if x.dim() == 2:
         return x[None, None]
     if x.dim() == 3:

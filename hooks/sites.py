@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from types import CodeType, ModuleType
 
 import torch
 from torch import nn
@@ -61,12 +62,14 @@ def inside(name: str, other: str) -> bool:
     return not other or name == other or name.startswith(f"{other}.")
 
 
+def is_compiled_part(module: nn.Module) -> bool:
+    """Whether torch.compile was applied to this very module."""
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile was applied to the model or to a part of it."""
-    return any(
-        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-        for module in model.modules()
-    )
+    return any(is_compiled_part(module) for module in model.modules())
 
 
 def looks_like_attention(module: nn.Module) -> bool:
@@ -86,19 +89,38 @@ def expected_sites(model: nn.Module) -> list[str]:
 
 
 def may_hold_attention(model: nn.Module) -> bool:
-    """False only when neither a name nor the code of any forward (and of what it calls) speaks of attention."""
+    """False only when neither a name nor the code of any module (and of what it calls) speaks of attention."""
     return any(
-        looks_like_attention(module) or _mentions_attention(type(module).forward) for _, module in hookable(model)
+        looks_like_attention(module) or any(_mentions_attention(function) for function in _functions(module))
+        for _, module in hookable(model)
     )
+
+
+def _functions(module: nn.Module) -> Iterator[object]:
+    """The code of a module's own: methods of its classes, functions that were put into the object."""
+    yield from vars(module).values()
+    for kind in type(module).__mro__:
+        if kind is nn.Module:
+            break
+        yield from vars(kind).values()
 
 
 def _mentions_attention(function: object, depth: int = 2) -> bool:
     code = getattr(function, "__code__", None)
     if code is None:
         return False
-    if _CALLS.intersection(code.co_names):
+    names = _names(code)
+    if _CALLS & names:
         return True
     if depth == 0:
         return False
     scope = getattr(function, "__globals__", {})
-    return any(_mentions_attention(scope.get(name), depth - 1) for name in code.co_names)
+    reached = [scope.get(name) for name in names]
+    reached += [vars(part).get(name) for part in reached if isinstance(part, ModuleType) for name in names]
+    return any(_mentions_attention(part, depth - 1) for part in reached)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names that the code uses, functions and comprehensions inside it included."""
+    inner = [_names(part) for part in code.co_consts if isinstance(part, CodeType)]
+    return set(code.co_names).union(*inner)

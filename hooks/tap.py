@@ -56,11 +56,19 @@ class Pair(NamedTuple):
     shape: torch.Size
 
 
+class Packed(NamedTuple):
+    """Sequences packed into one without a mask. document: int64 `[B, T]`, which one a position is of; by: what told."""
+
+    document: Tensor
+    by: str
+
+
 class Seen(NamedTuple):
     """One attention call. value `[B, Hk, Tk, dv]` and output `[B, H, Tq, dv]` (`[Tq, B, E]` after its projection)
     serve the proof that the call was understood. weights: `W_q [H, d, in]` and `W_k [Hk, d, in]` where they are named,
     and by what (source).
-    dropped: attention dropout was on. folded: heads could not be told from sequences."""
+    dropped: attention dropout was on. folded: heads could not be told from sequences. channels: the "positions" are
+    channels of the features."""
 
     attention: Attention
     value: Tensor | None = None
@@ -70,6 +78,8 @@ class Seen(NamedTuple):
     weights: tuple[Tensor, Tensor] | None = None
     source: str = ""
     folded: bool = False
+    packed: Packed | None = None
+    channels: bool = False
 
 
 @dataclass
@@ -144,7 +154,7 @@ class Tap(TorchFunctionMode):
         if self._mute or not self.frames:
             return
         try:
-            with torch.no_grad(), self.muted():  # what a handler computes is not the model's
+            with torch.no_grad(), torch._C.DisableTorchFunction():  # no mode, of another probe either, sees it
                 handler(self, *call)
         except Exception as error:
             self.failed(self.site.name, error)

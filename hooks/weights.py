@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnwatch.hooks.attention import Attention
 from attnwatch.hooks.layouts import Layout, Shape, layouts
 from attnwatch.hooks.proof import mismatch, token_rows
 from attnwatch.hooks.tap import Frame, Norm, Product
@@ -108,6 +109,16 @@ def _look(shape: Shape, x: Tensor, frame: Frame, known: Any) -> Side | None:
         tuple(_kind(c) for c in kept),
         tuple(c.layout.heads for c in kept),
     )
+
+
+def over_channels(frame: Frame, attention: Attention) -> bool:
+    """Whether the projections speak of attention over channels: what looks like features counts their tokens."""
+    q = attention.q
+    if q is None or q.shape[2] == q.shape[3] or q.shape[2] != attention.keys:
+        return False
+    heads, channels, length = q.shape[1:]
+    fitting = [p for p in frame.products if p.tokens == len(q) * length and p.weight.shape[0] % (heads * channels) == 0]
+    return bool(fitting) and not any(p.tokens == len(q) * channels for p in frame.products)
 
 
 def describe(key: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -181,12 +180,10 @@ def _report(options: argparse.Namespace) -> int:
 def _write(runs: Sequence[Run], output: Path) -> Path:
     """The page and, beside it, summary.json: of one run its summary, of several a list."""
     from attnwatch.reports.html import write_report
-    from attnwatch.reports.summary import summarize
+    from attnwatch.reports.summary import write_summary
 
     page = write_report(runs, output)
-    summaries = [summarize(run) for run in runs]
-    text = json.dumps(summaries[0] if len(runs) == 1 else summaries, indent=1, allow_nan=False)
-    page.with_name("summary.json").write_text(text + "\n", encoding="utf-8")
+    write_summary(runs, page.with_name("summary.json"))
     return page
 
 

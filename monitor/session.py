@@ -186,8 +186,11 @@ class Monitor:
         """Write `report.html` and `summary.json` into the run directory, as things stand; the page's path."""
         from attnwatch.monitor.store import open_run
         from attnwatch.reports.html import write_report
+        from attnwatch.reports.summary import write_summary
 
-        return write_report([open_run(self.run)], self.run / "report.html")
+        run = open_run(self.run)
+        write_summary([run], self.run / "summary.json")
+        return write_report([run], self.run / "report.html")
 
     def close(self) -> None:
         """Take the hooks off, write what is pending and the report, close the outputs. Idempotent."""

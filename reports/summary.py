@@ -8,8 +8,12 @@ and has no lead. Zero or less: the alert came no earlier than the loss.
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +47,13 @@ def summarize(run: Run) -> dict[str, Any]:
         "problems": [_plain(asdict(problem)) for problem in run.problems],
         "seconds": float(np.nansum(run.seconds)),
     }
+
+
+def write_summary(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
+    """Of one run its summary, of several a list, as JSON."""
+    summaries = [summarize(run) for run in runs]
+    text = json.dumps(summaries[0] if len(runs) == 1 else summaries, indent=1, allow_nan=False)
+    Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 def fired(run: Run, *severities: str) -> list[Alert]:

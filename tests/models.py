@@ -93,7 +93,7 @@ class Mixer(nn.Module):
             self.v_proj = linear(weights.v.flatten(0, 1))
         for name, module in (modules or {}).items():
             setattr(self, name, module)
-        self.o_proj = nn.Linear(H * D, E)
+        self.o_proj = linear(tokens(E, H * D, seed=11) / E**0.5)
         self.call, self.split = call, split
 
     def forward(self, x: Tensor) -> Tensor:

@@ -78,7 +78,8 @@ def _rotate(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     angle = torch.arange(x.shape[2], device=x.device)[:, None] * 10.0 ** -torch.arange(half, device=x.device)
     a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1).to(x.dtype)
+    turned = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+    return turned.to(x.dtype)
 
 
 class Block(nn.Module):
@@ -156,8 +157,8 @@ def both(model: nn.Module) -> list[Optimizer]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """micro: batches a step. cast: type of autocast. scale: loss scale to begin with, 0 for none. hook: steps are counted
-    by the optimizer's hook. evaluate: an evaluation pass after every step."""
+    """micro: batches a step. cast: type of autocast. scale: loss scale to begin with, 0 for none. hook: the optimizer's
+    hook counts the steps. evaluate: an evaluation pass after every step."""
 
     model: Callable[[], nn.Module]
     optimizers: Callable[[nn.Module], list[Optimizer]] = adamw
@@ -174,7 +175,9 @@ class Recipe:
         torch.manual_seed(0)
         model = self.model()
         optimizers = self.optimizers(model)
-        scaler = torch.amp.GradScaler("cpu", init_scale=self.scale or 1.0, enabled=self.scale > 0)
+        scaler = torch.amp.GradScaler(
+            "cpu", init_scale=self.scale or 1.0, backoff_factor=2.0**-12, enabled=self.scale > 0
+        )
         monitor = None
         if every is not None:
             hooked = optimizers[0] if self.hook else None
@@ -228,12 +231,12 @@ RECIPES = {
     "bfloat16 autocast, checkpoints": Recipe(partial(Decoder, _BY_HAND, False), micro=2, cast=torch.bfloat16),
     "bfloat16 model": Recipe(lambda: Decoder(_FUSED).bfloat16()),
     "float16 autocast, loss scale": Recipe(partial(Decoder, _FUSED), cast=torch.float16, scale=2.0**10),
-    "float16, first step skipped": Recipe(partial(Decoder, _FUSED), cast=torch.float16, scale=2.0**40, hook=True),
+    "float16, first step skipped": Recipe(partial(Decoder, _FUSED), cast=torch.float16, scale=2.0**22, hook=True),
     "nn.TransformerEncoder": Recipe(Encoder),
     "nn.TransformerEncoder, autocast": Recipe(Encoder, cast=torch.bfloat16),
     "nn.Transformer": Recipe(Translator),
     "grouped, rotary, QK-norm": Recipe(partial(Decoder, partial(Grouped, fused))),
-    "spectral norm": Recipe(partial(Decoder, partial(Grouped, by_hand, True))),
+    "spectral norm": Recipe(partial(Decoder, partial(Grouped, fused, True))),
     "optimizer hook": Recipe(partial(Decoder, _FUSED), hook=True),
     "two optimizers": Recipe(partial(Decoder, _FUSED), both, hook=True),
     "SGD": Recipe(partial(Decoder, _BY_HAND), sgd),

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.models import (
+    B,
     D,
     E,
     H,
-    B,
-    T,
     Mixer,
     Model,
     Parts,
+    T,
     assert_spectrum,
     assert_statistics,
     layer_of,

@@ -64,8 +64,8 @@ def test_every_metric_has_its_formula() -> None:
 
 def test_every_key_of_a_rule_is_explained_with_its_default() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*?) ?\| (.+) \|$", section(read("rules.md"), "Keys of a rule"), re.MULTILINE)
-    shown = {MISSING: "", None: "", "": ""}
-    expected = {f.name: shown.get(f.default, f"`{f.default}`" if f.type == "str" else str(f.default)) for f in fields(Rule)}  # type: ignore[call-overload]
+    shown = {MISSING: "", None: "", "": "", "model": "`model`"}
+    expected = {field.name: shown.get(field.default, str(field.default)) for field in fields(Rule)}
     assert {name: default for name, default, _ in rows} == expected
 
 
@@ -87,7 +87,7 @@ def test_prometheus_takes_the_alert_rules(program: Callable[[str], str], tmp_pat
     scrape, alerts = blocks
     (tmp_path / "alerts.yml").write_text(alerts)
     (tmp_path / "prometheus.yml").write_text(f"rule_files: [alerts.yml]\n{scrape}")
-    check = [program("promtool"), "check", "config", tmp_path / "prometheus.yml"]
+    check = [program("promtool"), "check", "config", str(tmp_path / "prometheus.yml")]
     run = subprocess.run(check, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "4 rules found" in run.stdout

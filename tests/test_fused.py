@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.models import (
-    D,
-    H,
     B,
-    T,
+    D,
+    E,
+    H,
     Mixer,
     Model,
+    T,
     assert_spectrum,
     assert_statistics,
     layer_of,
@@ -140,7 +141,7 @@ def test_groups_as_a_dimension(mask: Tensor | None) -> None:
 def test_windows_as_a_dimension() -> None:
     """Five dimensions `[B, windows, H, T, d]`: every window is a sequence of its own."""
     weights = parts()
-    x = tokens(2, 3 * T, E := weights.q.shape[2])
+    x = tokens(2, 3 * T, E)
 
     def split(layer: Any, x: Tensor) -> Any:
         return [

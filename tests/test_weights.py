@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.models import (
+    B,
     D,
     E,
     H,
-    B,
-    T,
     Heads,
     Mixer,
     Model,
     Parts,
+    T,
     assert_spectrum,
     assert_statistics,
     causal,
@@ -287,7 +287,7 @@ def test_queries_and_keys_that_start_equal() -> None:
     probe = Probe(model, rows=None)
     assert_spectrum(step(probe, model, tokens()), FULL.q, FULL.q)
     with torch.no_grad():
-        model.mix.k_proj.weight.copy_(FULL.k.flatten(0, 1))  # type: ignore[union-attr, operator]
+        model.mix.k_proj.weight.copy_(FULL.k.flatten(0, 1))
     assert_spectrum(step(probe, model, tokens()), FULL.q, FULL.k)
 
 
@@ -300,7 +300,7 @@ def test_spectra_follow_the_weights() -> None:
     step(probe, model, tokens())
     moved = parts(seed=9)
     with torch.no_grad():
-        model.mix.to_qkv.weight.copy_(torch.stack(moved[:3], 2).flatten(0, 2))  # type: ignore[union-attr, operator]
+        model.mix.to_qkv.weight.copy_(torch.stack(moved[:3], 2).flatten(0, 2))
     assert_spectrum(step(probe, model, tokens()), moved.q, moved.k)
 
 

@@ -1,0 +1,298 @@
+"""How a watched run begins and ends, also badly: wrong use, full disks, exits, kills, forks."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+import torch
+from tests.recipes import BATCH, LENGTH, TOKENS, Attention, Decoder, fused
+from torch import nn
+
+import attnwatch
+from attnwatch import Rule, UsageError, open_run
+
+
+@pytest.fixture
+def model() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(partial(Attention, fused))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def forward(model: nn.Module) -> None:
+    model(torch.randint(TOKENS, (BATCH, LENGTH))).sum().backward()
+
+
+# --- an orderly end ---------------------------------------------------------------------------------------------------
+
+
+def test_close_writes_the_report_and_may_be_called_twice(model: Decoder, run: Path) -> None:
+    monitor = attnwatch.watch(model, run=run, every=1)
+    forward(model)
+    monitor.step(loss=1.0)
+    monitor.close()
+    left = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    monitor.close()
+    monitor.step(loss=2.0)
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == left
+    assert {"report.html", "summary.json"} <= {path.name for path in left}
+    stored = open_run(run)
+    assert (stored.ended, stored.scalar("loss")[1].tolist(), monitor.problems) == (True, [1.0], [])
+
+
+def test_a_report_can_be_written_while_training_goes_on(model: Decoder, run: Path) -> None:
+    with attnwatch.watch(model, run=run, every=1, report=False) as monitor:
+        forward(model)
+        monitor.step()
+        page = monitor.report()
+        assert page == run / "report.html"
+        assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_an_exception_ends_the_run_in_order_and_passes(model: Decoder, run: Path) -> None:
+    def train() -> None:
+        with attnwatch.watch(model, run=run) as monitor:
+            forward(model)
+            monitor.step(loss=1.0)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert open_run(run).ended
+    assert (run / "report.html").exists()
+
+
+def test_the_run_records_what_it_was(model: Decoder, run: Path) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    attnwatch.watch(model, run=run, every=7, rows=None, optimizer=optimizer, stop_on="info", report=False).close()
+    header = open_run(run).header
+    assert header["model"] == "Decoder"
+    assert header["parameters"] == sum(p.numel() for p in model.parameters())
+    assert header["versions"]["torch"] == torch.__version__
+    assert header["options"] == {
+        "every": 7, "spectrum_every": 5, "rows": None, "sequences": 4, "rules": "default", "prometheus": None,
+        "stop_on": "info", "optimizer": "AdamW",
+    }  # fmt: skip
+    assert "sparse_low_rank" in [rule["name"] for rule in header["rules"]]
+
+
+def test_runs_without_a_name_go_into_runs(model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that start in the same second too."""
+    monkeypatch.chdir(tmp_path)
+    monitors = [attnwatch.watch(model, report=False) for _ in range(2)]
+    for monitor in monitors:
+        monitor.close()
+    assert len({monitor.run for monitor in monitors}) == 2
+    assert all(open_run(monitor.run).ended and monitor.run.parent == Path("runs") for monitor in monitors)
+
+
+# --- disks ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file may grow beyond `size` bytes: writes are refused as on a full disk, with another errno."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_training_goes_on_with_a_full_disk_and_recording_when_there_is_room_again(model: Decoder, run: Path) -> None:
+    """One problem, however often it fails; it reaches the run as soon as there is room."""
+    with attnwatch.watch(model, run=run, every=1, report=False) as monitor:
+        for step in range(6):
+            forward(model)
+            with full_disk(0 if 2 <= step < 5 else resource.RLIM_INFINITY):
+                monitor.step(loss=float(step))
+        assert monitor.last is not None
+        assert monitor.last.step == 5
+    stored = open_run(run)
+    assert stored.steps.tolist() == [0, 1, 5]
+    assert stored.scalar("loss")[0].tolist() == [0, 1, 5]
+    assert [(p.step, p.where) for p in stored.problems] == [(2, "run directory")]
+    assert "sample of step 2 lost" in stored.problems[0].text
+    assert list(stored.problems) == monitor.problems
+
+
+def test_a_report_that_cannot_be_written_is_named(model: Decoder, run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the run and in the log, though nothing follows it."""
+    with attnwatch.watch(model, run=run, every=1) as monitor:
+        forward(model)
+        monitor.step()
+        (run / "report.html").mkdir()
+    assert [problem.where for problem in open_run(run).problems] == ["report"]
+    assert any("report: " in record.getMessage() for record in caplog.records)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+TRAINER = """
+import os, sys, torch, attnwatch
+from torch import nn
+run = sys.argv[1]
+model = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+def train(monitor, steps):
+    for step in range(steps):
+        model(torch.ones(1, 3, 8)).sum().backward()
+        monitor.step(loss=1.0)
+"""
+
+
+def trained(body: str, run: Path) -> subprocess.CompletedProcess[str]:
+    script = TRAINER + textwrap.dedent(body)
+    return subprocess.run([sys.executable, "-c", script, run], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "monitor = attnwatch.watch(model, run=run, every=2)\ntrain(monitor, 3)",
+        "def main():\n    train(attnwatch.watch(model, run=run, every=2), 3)\nmain()",
+        "monitor = attnwatch.watch(model, run=run, every=2)\ntrain(monitor, 3)\nsys.exit(3)",
+    ],
+    ids=["a variable", "a function", "exit"],
+)
+def test_a_process_that_ends_without_close_ends_its_run(body: str, run: Path) -> None:
+    ended = trained(body, run)
+    assert ended.stderr == ""
+    stored = open_run(run)
+    assert (stored.steps.tolist(), stored.ended, (run / "report.html").exists()) == ([0, 2], True, True)
+
+
+def test_a_forked_process_does_not_end_the_run_of_its_parent(run: Path) -> None:
+    body = """
+        monitor = attnwatch.watch(model, run=run, every=1)
+        train(monitor, 1)
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        os.waitpid(child, 0)
+        print(attnwatch.open_run(run).ended)
+        train(monitor, 1)
+    """
+    assert trained(body, run).stdout == "False\n"
+    stored = open_run(run)
+    assert (stored.steps.tolist(), stored.ended) == ([0, 1], True)
+
+
+def test_kill_9_leaves_a_readable_run(run: Path) -> None:
+    body = "monitor = attnwatch.watch(model, run=run, every=2)\ntrain(monitor, 4)\nos.kill(os.getpid(), 9)"
+    assert trained(body, run).returncode == -signal.SIGKILL
+    stored = open_run(run)
+    assert (stored.steps.tolist(), stored.ended, stored.problems) == ([0, 2], False, ())
+    assert stored.scalar("loss")[0].tolist() == [0, 1, 2, 3]
+    assert [layer.name for layer in stored.coverage] == ["self_attn"]
+
+
+# --- wrong use --------------------------------------------------------------------------------------------------------
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"every": 0}, "expected every to be a whole number of at least 1, found 0"),
+    ({"every": 2.0}, "expected every to be a whole number of at least 1, found 2.0"),
+    ({"every": True}, "expected every to be a whole number of at least 1, found True"),
+    ({"spectrum_every": 0}, "expected spectrum_every to be a whole number of at least 1, found 0"),
+    ({"rows": 0}, "expected rows to be a whole number of at least 1, found 0"),
+    ({"sequences": None}, "expected sequences to be a whole number of at least 1, found None"),
+    ({"stop_on": "error"}, "expected stop_on to be one of info, warning, critical, found 'error'"),
+    ({"optimizer": "adam"}, "expected optimizer to be a torch.optim.Optimizer, found str"),
+    ({"rules": 5}, "expected rules to be a TOML file or a list of attnwatch.Rule, found 5"),
+    ({"rules": ["x"]}, "expected rules to be a TOML file or a list of attnwatch.Rule, found ['x']"),
+    ({"rules": "nowhere.toml"}, "nowhere.toml: expected a file of rules, found No such file or directory"),
+    ({"rules": [Rule("r", "info", "entropi > 1")]}, "rule 'r', when: "),
+    ({"prometheus": 70000}, "prometheus: expected a port from 0 to 65535, found 70000"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), BAD_OPTIONS, ids=[next(iter(o)) for o, _ in BAD_OPTIONS])
+def test_a_wrong_option_is_one_line_and_leaves_nothing(
+    options: dict[str, Any], text: str, model: Decoder, run: Path
+) -> None:
+    with pytest.raises(UsageError) as error:
+        attnwatch.watch(model, run=run, **options)
+    assert str(error.value).startswith(text)
+    assert "\n" not in str(error.value)
+    assert not run.exists()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_what_holds_no_attention_is_refused(run: Path) -> None:
+    for wrong, found in (([1], "found list"), (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "found none in Sequential")):
+        with pytest.raises(UsageError, match=found):
+            attnwatch.watch(wrong, run=run)  # type: ignore[arg-type]
+    assert not run.exists()
+
+
+def test_a_rule_file_with_a_mistake_is_refused(model: Decoder, run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rules.toml"
+    file.write_text('[[rule]]\nname = "r"\nseverity = "info"\nwhen = "entropy <"\n')
+    with pytest.raises(UsageError, match=r"rules\.toml: rule 'r', when: "):
+        attnwatch.watch(model, run=run, rules=file)
+    assert not run.exists()
+
+
+def test_no_rules_are_rules_too(model: Decoder, run: Path) -> None:
+    with attnwatch.watch(model, run=run, rules=[], report=False) as monitor:
+        forward(model)
+        monitor.step(loss=float("nan"))
+    assert monitor.alerts == []
+    assert open_run(run).header["rules"] == []
+
+
+def test_a_used_run_directory_is_refused_and_the_port_freed(model: Decoder, run: Path) -> None:
+    attnwatch.watch(model, run=run, report=False).close()
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(UsageError, match="expected a new or empty directory"):
+        attnwatch.watch(model, run=run, prometheus=port)
+    socket.create_server(("127.0.0.1", port)).close()
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("place", ["file/run", "/proc/run"])
+def test_a_place_where_nothing_can_be_written_is_refused(place: str, model: Decoder, tmp_path: Path) -> None:
+    """Below a file; in a file system in which nobody may make a directory."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UsageError, match=r"^expected a new or empty directory at '.*run', found: .*; pass another"
+    ):
+        attnwatch.watch(model, run=tmp_path / place)
+
+
+def test_a_port_in_use_is_refused_before_a_directory_is_made(model: Decoder, run: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"prometheus: expected a free port, found 127.0.0.1:{port}"):
+            attnwatch.watch(model, run=run, prometheus=port)
+    assert not run.exists()
+
+
+def test_the_port_answers_until_close(model: Decoder, run: Path) -> None:
+    with attnwatch.watch(model, run=run, prometheus=0, report=False) as monitor:
+        forward(model)
+        monitor.step(loss=1.5)
+        port = monitor.metrics_port
+        text = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
+    assert "\nattnwatch_loss 1.5\n" in text
+    assert 'attnwatch_entropy{layer="blocks.1.attention",stat="mean"}' in text
+    assert port is not None
+    socket.create_server(("127.0.0.1", port)).close()
