@@ -31,9 +31,12 @@ class Attention:
     sinks: `[H]`, one learned logit a head that takes part in the softmax and is then dropped.
     scores: `[B, H, Tq, Tk]`, the logits themselves where attention is written by hand: scale, soft-cap, bias and masks
         are already in them and are not applied again. Causal, window and the masks still say what is visible, and so
-        does a score of at most half of its dtype's minimum, or of `HIDDEN_SCORE`. q and k then only give the norms.
+        does a score of at most half of its dtype's minimum, or of `HIDDEN_SCORE`. q and k then only give the norms and
+        the coordinates of the top key's product.
     mask_mod, score_mod: as flex_attention takes them, `(b, h, i, j) -> bool` and `(score, b, h, i, j) -> score`, called
         with index tensors that broadcast to `[b, h, R, Tk]`.
+    dtype: what the model computes the logits in; None is that of the scores, or of q. `tied_rows` rounds to it.
+    context: keys of the longer row that `forecast_sharpness` speaks of.
     """
 
     q: Tensor | None
@@ -48,6 +51,8 @@ class Attention:
     scores: Tensor | None = None
     mask_mod: Callable[..., Tensor] | None = None
     score_mod: Callable[..., Tensor] | None = None
+    dtype: torch.dtype | None = None
+    context: int | None = None
 
     @property
     def _shaped(self) -> Tensor:
@@ -59,6 +64,11 @@ class Attention:
     @property
     def device(self) -> torch.device:
         return self._shaped.device
+
+    @property
+    def precision(self) -> torch.dtype:
+        """What the model computes the logits in."""
+        return self._shaped.dtype if self.dtype is None else self.dtype
 
     @property
     def batch(self) -> int:
@@ -239,6 +249,8 @@ def check(attention: Attention) -> None:
         raise ValueError(f"expected window of at least 1 key; found {a.window}: use None for no window")
     if a.softcap is not None and a.softcap <= 0:
         raise ValueError(f"expected softcap above 0; found {a.softcap}: use None for no soft-cap")
+    if a.context is not None and a.context < 2:
+        raise ValueError(f"expected context of at least 2 keys; found {a.context}: use None for no forecast")
 
 
 def _pair(q: torch.Size, k: torch.Size) -> bool:

@@ -6,22 +6,29 @@ used again afterwards, without a recompile. Rounding of that step is then the ea
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 
 class EagerStep:
-    """`start` and `stop` the eager stance; what the user had set is restored. The stance is one for the whole process."""
+    """`start` and `stop` the eager stance. There is one for the whole process: the last of several steps that overlap
+    restores what the user had set."""
 
-    def __init__(self) -> None:
-        self._stance: Any = None
+    _running: ClassVar[list[EagerStep]] = []
+    _stance: ClassVar[Any] = None
 
     def start(self) -> None:
-        if self._stance is None:
-            self._stance = torch.compiler.set_stance("force_eager")
+        if not self._running:
+            EagerStep._stance = torch.compiler.set_stance("force_eager")
+        if self not in self._running:
+            self._running.append(self)
 
     def stop(self) -> None:
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
+        if self not in self._running:
+            return
+        self._running.remove(self)
+        if not self._running:
+            ours, now = self._stance, torch.compiler.set_stance("force_eager")
+            # What the user set while the step ran is the user's again.
+            (ours if now.prev is ours.stance else now).__exit__(None, None, None)

@@ -15,8 +15,10 @@ Mod = Callable[..., Tensor]
 
 
 def block_mask_mod(block_mask: Any) -> Mod | None:
-    """The mask function of a BlockMask, `(b, h, i, j) -> bool`; None when it hides nothing (torch's own default)."""
-    mod: Mod | None = getattr(block_mask, "mask_mod", None)
+    """The mask function of a BlockMask, `(b, h, i, j) -> bool`; None when it hides nothing (torch's own default).
+
+    Below `flex_attention` the operator of the same name gets the BlockMask as a tuple, the function last."""
+    mod: Mod | None = block_mask[-1] if isinstance(block_mask, tuple) else getattr(block_mask, "mask_mod", None)
     return None if mod is None or getattr(mod, "__name__", "") == "noop_mask" else mod
 
 

@@ -84,7 +84,7 @@ def _mask_of(call: dict[str, Any], batch: int, heads: int, keys: int, padded: in
     attn, padding = call.get("attn_mask"), call.get("key_padding_mask")
     if call.get("is_causal") and padding is None and not call.get("need_weights", True):
         attn = None  # torch then takes its causal kernel and drops the mask
-    parts = []
+    parts: list[Tensor] = []
     if attn is not None:
         attn = attn.detach()
         parts.append(attn if attn.dim() == 2 else attn.reshape(batch, heads, *attn.shape[-2:])[chosen])
@@ -95,8 +95,8 @@ def _mask_of(call: dict[str, Any], batch: int, heads: int, keys: int, padded: in
     parts = [F.pad(part, (0, padded - keys)) for part in parts]  # bias_k and the zero key are always visible
     if all(part.dtype == torch.bool for part in parts):
         return ~parts[0] if len(parts) == 1 else ~(parts[0] | parts[1])
-    addends = [
+    addends: list[Tensor] = [
         torch.zeros_like(part, dtype=torch.float32).masked_fill(part, -math.inf) if part.dtype == torch.bool else part
         for part in parts
     ]
-    return sum(addends[1:], addends[0])
+    return addends[0] if len(addends) == 1 else addends[0] + addends[1]

@@ -1,236 +1,190 @@
 """The route that stays inside a compiled graph: an operator of ours behind every fused attention call.
 
-A pass of the inductor backend puts it into the forward graph after autograd has split it, where queries and keys are
-whole tensors in any case: full graph, no break, and loss and gradients stay bit-identical. The operator returns at once
-unless a sample is being taken; turning it on and off recompiles nothing.
+The inductor backend puts it there (insertion.py): full graph, no break, and loss and gradients stay bit-identical.
+It returns at once unless a sample is being taken; turning it on and off recompiles nothing, and the model carries no
+hooks. One graph may serve many equal layers, of several models too: which layer a call belongs to is told by the
+parameters behind its queries.
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
+import functools
 import re
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
+from attnwatch.hooks import sites
+from attnwatch.hooks.adapters import adapter_for
 from attnwatch.hooks.attention import Attention
 from attnwatch.hooks.projections import projected
-from attnwatch.hooks.sites import clean_name
-from attnwatch.hooks.tap import Frame, Norm, Seen
+from attnwatch.hooks.tap import Frame, Norm, Product, Seen
 
-KERNELS = re.compile(r"_?scaled_dot_product_(\w*_)?attention(_for_cpu|_overrideable)?$")
-_PATH = re.compile(r"\['?([^'\]]+)'?\]|\.([A-Za-z_0-9]+)")
-_DEPTH = 24  # operations between a projection and the product: views, norm, rotary embedding
+BLIND = (
+    'compiled="graph" sees fused attention in graphs that inductor compiled after watch(); attention by hand, flex, '
+    'dropout in attention on a CPU, observe(), and what runs eagerly stay unseen: use compiled="eager"'
+)
 
-Op = Any  # torch's registered operators are not typed
+_SCHEMA = (
+    "see(Tensor query, Tensor key, Tensor value, Tensor output, Tensor? mask, float? scale, bool causal, bool dropped, "
+    "Tensor[] inputs, Tensor[] weights, Tensor?[] biases, bool[] turned, Tensor[] parameters, str[] kinds, int nth) "
+    "-> ()"
+)
 
 
-class Place(NamedTuple):
-    """Where one operator stands: which route it serves, the module's path from its graph's root, its call there, and
-    what the kernel was given beside tensors. names: of the tensors in the operator's list. products: whether
-    each weight is `[in, out]`, and whether a bias is still to be added to its output."""
+class Call(NamedTuple):
+    """What the operator is given, in the order of its schema.
 
-    route: weakref.ref[GraphRoute]
-    path: str
-    call: int
-    names: tuple[str, ...]
-    products: tuple[tuple[bool, bool], ...]
+    output: the kernel's. inputs `[n, in]`, weights (`[in, out]` where turned), biases: of the projections behind
+    queries and keys. parameters: the graph's inputs behind them. kinds: of the modules around the call, innermost
+    first. nth: which call in that module and graph.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    mask: Tensor | None
+    scale: float | None
     causal: bool
     dropped: bool
-    scale: float | None
-
-
-_PLACES: dict[int, Place] = {}
-_COUNT = itertools.count()
-
-
-def _see(place: int, tensors: list[Tensor], outputs: list[Tensor], weights: list[Tensor], biases: list[Tensor]) -> None:
-    known = _PLACES.get(place)
-    route = known.route() if known is not None else None
-    if known is not None and route is not None and route.armed:
-        route.see(known, tensors, outputs, weights, biases)
-
-
-def _operator() -> Op:
-    """Registered once a process, when the route is first asked for."""
-    if not hasattr(torch.ops.attnwatch, "see"):
-        definition = torch.library.custom_op(
-            "attnwatch::see", _see, mutates_args=(), tags=(torch._C.Tag.cudagraph_unsafe,),
-            schema="(int place, Tensor[] tensors, Tensor[] outputs, Tensor[] weights, Tensor[] biases) -> ()",
-        )  # fmt: skip
-        definition.register_fake(lambda place, tensors, outputs, weights, biases: None)
-        fx.node.has_side_effect(torch.ops.attnwatch.see.default)  # it returns nothing, and must not be dropped for it
-    return torch.ops.attnwatch.see.default
+    inputs: list[Tensor]
+    weights: list[Tensor]
+    biases: list[Tensor | None]
+    turned: list[bool]
+    parameters: list[Tensor]
+    kinds: list[str]
+    nth: int
 
 
 class GraphRoute:
-    """Puts the operator into every graph compiled while it is installed, and hands what the operator saw to a probe.
-
-    Raises RuntimeError where this torch has no place for such a pass.
-    """
+    """Hands to a probe what the operator sees in the probe's model. Raises ValueError where this torch cannot do it."""
 
     def __init__(self, probe: Any) -> None:
-        self.armed = False
+        _require()
         self._probe = probe
-        self._regions = threading.local()  # compiled parts of the model that run now, innermost last
-        self._operator = _operator()
-        self._pass = _pass(self)
-        self._earlier = torch._inductor.config.post_grad_custom_post_pass
-        torch._dynamo.reset()  # what was compiled before has no operator in it
-        torch._inductor.config.post_grad_custom_post_pass = self._pass
+        self._stands = False
+        self._modules: dict[str, nn.Module] = {}
+        self._parameters: dict[int, str] = {}  # by address
 
-    def remove(self) -> None:
+    def start(self) -> None:
+        """From now on calls are seen. The first time, whatever was compiled before is dropped: it has no operator."""
+        from attnwatch.hooks import insertion
+
+        if not self._stands:
+            insertion.stand(self)
+            self._stands = True
+        self._look_around()
+        _STARTED.add(self)
+
+    def stop(self) -> None:
+        _STARTED.discard(self)
+
+    def close(self) -> None:
         """Graphs compiled from now on carry nothing of ours; those that do return at once from it."""
-        self.armed = False
-        if torch._inductor.config.post_grad_custom_post_pass is self._pass:
-            torch._inductor.config.post_grad_custom_post_pass = self._earlier
+        self.stop()
+        if self._stands:
+            from attnwatch.hooks import insertion
 
-    # --- at run time ----------------------------------------------------------------------------------------------------
+            insertion.leave(self)
 
-    @property
-    def regions(self) -> list[str]:
-        if not hasattr(self._regions, "names"):
-            self._regions.names = []
-        names: list[str] = self._regions.names
-        return names
+    def failed(self, error: Exception) -> None:
+        """The compiler's graph was not understood, or a call in it."""
+        self._probe.failed("compiled graph", error)
 
-    def see(
-        self, place: Place, tensors: list[Tensor], outputs: list[Tensor], weights: list[Tensor], biases: list[Tensor]
-    ) -> None:
-        """One graph may serve many equal layers: the compiled part that runs now tells which of them this is."""
-        name = ".".join(part for part in (self.regions[-1] if self.regions else "", place.path) if part)
-        modules = {clean_name(key): module for key, module in self._probe.model.named_modules()}
-        module = modules.get(name)
-        if module is None:
+    def see(self, call: Call) -> None:
+        if not self._probe.counts:
             return
-        frame = Frame(name, module, True)
+        name = self._layer_of(call)
+        if name is None:
+            return
+        module = self._modules[name]
+        frame = Frame(name, module, True, adapter=adapter_for(self._probe.adapters, name, module))
         if self._probe.looking:
-            rest = iter(biases)
-            for (turned, biased), weight, y in zip(place.products, weights, outputs, strict=True):
-                made = projected(True, weight.t() if turned else weight, y)
-                rows = made.rows + next(rest) if biased and made.rows is not None else made.rows
-                frame.products.append(made._replace(rows=rows))
+            frame.products = list(_products(call))
             frame.norms = list(_norms(module))
-        named = dict(zip(place.names, tensors, strict=True))
-        attention = Attention(
-            q=named["query"], k=named["key"], scale=place.scale, causal=place.causal, mask=named.get("mask")
-        )
-        seen = Seen(attention, named["value"], named["output"], dropped=place.dropped)
-        self._probe.gather(frame, seen, place.call)
+        attention = Attention(q=call.query, k=call.key, scale=call.scale, causal=call.causal, mask=call.mask)
+        self._probe.gather(frame, Seen(attention, call.value, call.output, dropped=call.dropped), call.nth)
 
-    # --- when a graph is compiled -----------------------------------------------------------------------------------------
+    def _layer_of(self, call: Call) -> str | None:
+        """The innermost module around the call that holds one of the parameters; None if none is the model's."""
+        if not any(x.data_ptr() in self._parameters for x in call.parameters):
+            self._look_around()  # sharded parameters are whole, and elsewhere, while the forward runs
+        names = [self._parameters[x.data_ptr()] for x in call.parameters if x.data_ptr() in self._parameters]
+        around = [name for parameter in names for name in self._around(parameter)]
+        for kind in call.kinds:
+            for name in around:
+                if kind_of(type(self._modules[name])) == kind:
+                    return name
+        return next(iter(around), None)
 
-    def insert(self, graph: fx.Graph) -> None:
-        calls: dict[str, int] = {}
-        for node in list(graph.nodes):
-            if node.op != "call_function" or not KERNELS.search(_name(node)):
-                continue
-            path = _module_path(node)
-            index = calls.get(path, 0)
-            calls[path] = index + 1
-            call = {
-                **dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)),
-                **node.kwargs,
-            }
-            tensors = {"query": call["query"], "key": call["key"], "value": call["value"]}
-            mask = call.get("attn_mask", call.get("attn_bias"))
-            if mask is not None:
-                tensors["mask"] = mask
-            products = list(_projections(call["query"], call["key"]))
-            with graph.inserting_after(node):
-                tensors["output"] = graph.call_function(operator.getitem, (node, 0))
-                tensors["output"].meta["val"] = node.meta["val"][0]
-            number = next(_COUNT)
-            causal, dropped = bool(call.get("is_causal", False)), call.get("dropout_p", 0.0) != 0.0
-            kinds = tuple((product.turned, product.bias is not None) for product in products)
-            _PLACES[number] = Place(
-                weakref.ref(self), path, index, tuple(tensors), kinds, causal, dropped, call.get("scale")
-            )
-            with graph.inserting_after(tensors["output"]):
-                lists = [p.output for p in products], [p.weight for p in products], [p.bias for p in products if p.bias]
-                arguments = (number, list(tensors.values()), *lists)
-                graph.call_function(self._operator, arguments)
+    def _around(self, parameter: str) -> Iterator[str]:
+        """Modules that hold a parameter and may be an attention layer, innermost first."""
+        parts = parameter.split(".")
+        for end in range(len(parts) - 1, -1, -1):
+            name = ".".join(parts[:end])
+            if name in self._modules:
+                yield name
+
+    def _look_around(self) -> None:
+        owners = sites.owners(self._probe.model)
+        self._modules = {name: module for name, module in sites.hookable(self._probe.model) if name in owners}
+        named = self._probe.model.named_parameters(remove_duplicate=False)
+        self._parameters = {parameter.data_ptr(): sites.clean_name(name) for name, parameter in named}
+        self._parameters.pop(0, None)  # of parameters without storage
 
 
-def _pass(route: GraphRoute) -> Any:
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes
-
-    earlier = list(get_custom_graph_passes(torch._inductor.config.post_grad_custom_post_pass))
-
-    class Insert(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            for other in earlier:
-                other(graph)
-            route.insert(graph)
-
-        def uuid(self) -> None:
-            """None: no caching on disk, for the numbers of places are of this process."""
-
-    return Insert()
+_STARTED: weakref.WeakSet[GraphRoute] = weakref.WeakSet()
 
 
-def _module_path(node: fx.Node) -> str:
-    """`layers.0.attn` of a node, from the root of its graph."""
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    if not stack:
-        return ""
-    _, _, below = str(stack[-1][0]).partition("]")
-    parts = [bracket or name for bracket, name in _PATH.findall(below)]
-    return clean_name(".".join(part for part in parts if part != "_modules"))
+def _see(*given: Any) -> None:
+    for route in list(_STARTED):
+        try:
+            route.see(Call(*given))
+        except Exception as error:  # never into the model
+            route.failed(error)
 
 
-class _Found(NamedTuple):
-    """A matrix product in the graph. turned: the weight is `[in, out]`. bias: where the compiler adds it later."""
-
-    weight: fx.Node
-    output: fx.Node
-    turned: bool
-    bias: fx.Node | None
-
-
-def _projections(*ends: fx.Node) -> Iterator[_Found]:
-    """The matrix products behind queries and keys."""
-    seen: set[fx.Node] = set()
-    level = list(ends)
-    for _ in range(_DEPTH):
-        level = [node for node in dict.fromkeys(level) if node not in seen]
-        seen.update(level)
-        following = []
-        for node in level:
-            name = _name(node)
-            if name in ("aten.mm", "aten.addmm"):
-                matrix = node.args[-1] if name == "aten.addmm" else node.args[1]
-                if isinstance(matrix, fx.Node):
-                    turned = _name(matrix) not in ("aten.permute", "aten.t", "aten.transpose")
-                    yield _Found(matrix if turned else matrix.all_input_nodes[0], node, turned, _later_bias(node))
-            else:
-                following += node.all_input_nodes
-        level = following
+@functools.cache
+def _library() -> torch.library.Library:
+    """The operator, registered once a process, when a route is first asked for."""
+    # What it does differs from call to call: it is no part of a CUDA graph. It takes tensors as they lie.
+    tags = torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout
+    library = torch.library.Library("attnwatch", "DEF")
+    library.define(_SCHEMA, tags=tags)
+    library.impl("see", _see, "CompositeExplicitAutograd")
+    torch.library.register_fake("attnwatch::see", lambda *given: None, lib=library)
+    torch.fx.node.has_side_effect(torch.ops.attnwatch.see.default)  # it returns nothing, and must not be dropped for it
+    return library
 
 
-def _later_bias(product: fx.Node) -> fx.Node | None:
-    """A vector added to the product, through views: the compiler parts `addmm` into a product and an addition."""
-    node = product
-    for _ in range(3):
-        for user in node.users:
-            if _name(user) == "aten.add":
-                other = next((x for x in user.all_input_nodes if x is not node), None)
-                if other is not None and other.meta["val"].dim() == 1:
-                    return other
-        views = [user for user in node.users if _name(user) in ("aten.view", "aten.reshape")]
-        if len(views) != 1:
-            return None
-        node = views[0]
-    return None
+def _require() -> None:
+    try:
+        from attnwatch.hooks import insertion  # noqa: F401
+
+        _library()
+    except (ImportError, AttributeError):
+        raise ValueError(
+            "expected torch with a list of passes in torch._inductor.config.post_grad_custom_post_pass and the tag "
+            f'cudagraph_unsafe, found {torch.__version__}; update torch or use compiled="eager"'
+        ) from None
 
 
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "_overloadpacket", ""))
+def kind_of(kind: Any) -> str:
+    """What a class of modules is called in a graph; graphs from the compiler's cache hold the name only."""
+    return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _products(call: Call) -> Iterator[Product]:
+    for x, weight, bias, turned in zip(call.inputs, call.weights, call.biases, call.turned, strict=True):
+        matrix = weight.t() if turned else weight
+        made = projected(True, matrix, x)
+        assert made.rows is not None
+        rows = nn.functional.linear(made.rows, matrix.to(x.dtype))
+        yield made._replace(rows=rows if bias is None else rows + bias)
 
 
 def _norms(module: nn.Module) -> Iterator[Norm]:

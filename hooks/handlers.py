@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attnwatch.hooks import adapters, by_hand, einsum, flex, fused, projections
+from attnwatch.hooks import adapters, by_hand, einsum, flash, flex, fused, projections
 
 HANDLERS: dict[str, Callable[..., None]] = {
     "module left": projections.module_left,  # no function: a module inside the site is done
@@ -15,6 +15,8 @@ HANDLERS: dict[str, Callable[..., None]] = {
     "scaled_dot_product_attention": fused.sdpa,
     "multi_head_attention_forward": fused.mha,
     "flex_attention": flex.flex_attention,
+    "_flash_attn_forward": flash.forward,
+    "_flash_attn_varlen_forward": flash.varlen_forward,
     "softmax": by_hand.softmax,
     "matmul": by_hand.matmul,
     "__matmul__": by_hand.matmul,

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import reduce, wraps
+from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from attnwatch.hooks import flash
 from attnwatch.hooks.attention import Attention
-from attnwatch.hooks.flex import Mod, block_mask_mod
+from attnwatch.hooks.flex import block_mask_mod
 from attnwatch.hooks.tap import Packed, Seen, Tap
 
 
 class Interface:
-    """`install` and `remove` the wrapper; `current()` is the tap of the running thread, None outside a watched forward."""
+    """`install` and `remove` the wrapper; `current()` is the running thread's tap, None outside a watched forward."""
 
     def __init__(self, current: Callable[[], Tap | None]):
         self._current = current
@@ -103,32 +103,25 @@ def _flash(
     """Flash kernels get no mask. Padding, `[B, T]`, is cut out of queries and keys; without it, packed sequences are
     told apart by their ends or, in a batch of one, by positions that start anew."""
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
-    visibility: dict[str, Any] = {}
-    mods: list[Mod] = []
     window, positions = kwargs.get("sliding_window"), kwargs.get("position_ids")
-    if window is not None and not causal:  # the kernel's window then reaches both ways
-        mods.append(lambda b, h, i, j: (i + keys - queries - j).abs() < window)
-    elif queries == keys:
-        visibility.update(causal=causal, window=window)
-    elif causal:  # the kernel lets the last query see the last key
-        reach = keys if window is None else window
-        mods.append(lambda b, h, i, j: (i + keys - queries >= j) & (i + keys - queries - j < reach))
-    packed = None
+    reach = -1 if window is None else window - 1
+    band = flash.Band(causal, reach, reach)
+    ends_q, ends_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    document, by = None, "cu_seq_lens"
+    visibility, mods = flash.whole(band, query, key)
     if mask is not None:
         shown = mask.detach().bool()
         visibility["mask"] = shown[:, None, None]
         mods.append(lambda b, h, i, j: shown[:, -queries:][b, i])
-    elif isinstance(kwargs.get("cu_seq_lens_q"), Tensor):
-        token = torch.arange(batch * queries, device=query.device).view(batch, queries)
-        packed = Packed(torch.bucketize(token, kwargs["cu_seq_lens_q"], right=True), "cu_seq_lens")
+    elif isinstance(ends_q, Tensor) and isinstance(ends_k, Tensor):
+        visibility = {}
+        document, mods = flash.packed(band, (ends_q, ends_k), (batch, queries, keys))
     elif isinstance(positions, Tensor) and batch == 1 and positions.numel() == queries == keys > 1:
-        packed = Packed((positions == positions.min()).view(1, -1).cumsum(-1), "position_ids")
-    if packed is not None:
-        document = packed.document
-        mods.append(lambda b, h, i, j: document[b, i] == document[b, j])
-    if mods:
-        visibility["mask_mod"] = lambda *at: reduce(torch.logical_and, (mod(*at) for mod in mods))
-    return visibility, packed
+        started = document = (positions == positions.min()).view(1, -1).cumsum(-1)
+        mods.append(lambda b, h, i, j: started[b, i] == started[b, j])
+        by = "position_ids"
+    visibility["mask_mod"] = flash.all_of(mods)
+    return visibility, None if document is None else Packed(document, by)
 
 
 def _detached(x: Any) -> Tensor | None:

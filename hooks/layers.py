@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnwatch.hooks import weights
 from attnwatch.hooks.proof import reconstruct, score_scale, tolerance
 from attnwatch.hooks.spectrum import BOUND, SPECTRUM, spectrum
 from attnwatch.hooks.statistics import ATTENTION
 from attnwatch.hooks.tap import Seen
+from attnwatch.hooks.update import UPDATE, Kept, change, keep, reader
 
-METRICS = (*ATTENTION, *SPECTRUM, *BOUND)
+METRICS = (*ATTENTION, *SPECTRUM, *UPDATE, *BOUND)
 """Every metric of a sample, in the order of its array."""
 
 _LOGIT_MAX = [metric.name for metric in METRICS].index("logit_max")
@@ -51,7 +52,7 @@ class Draft:
     """What one layer gave in this step, still on the device.
 
     spectrum `[S, H]`, error `[]` (of the layer's output, or of c q.k against hand-written scores) and bound `[H]` are
-    there only if the weights were looked at.
+    there only if the weights were looked at. kept: these weights, until the optimizer's step is done.
     """
 
     pair: tuple[Tensor, Tensor]
@@ -67,6 +68,13 @@ class Draft:
     packed: Tensor | None = None  # 0-d: documents in one packed sequence
     packed_by: str = ""
     channels: bool = False
+    kept: Kept | None = None
+
+    def compare(self) -> None:
+        """After the optimizer's step: what it did to the weights joins the spectrum `[S + U, H]`."""
+        if self.spectrum is not None:
+            unknown = self.spectrum.new_full((len(UPDATE), self.spectrum.shape[1]), torch.nan)
+            self.spectrum = torch.cat([self.spectrum, unknown if self.kept is None else change(self.kept)])
 
     @property
     def parts(self) -> list[Tensor]:
@@ -75,8 +83,10 @@ class Draft:
         return optional + [side.errors for side in self.sides.values()]
 
 
-def draft(seen: Seen, pair: tuple[Tensor, Tensor], sides: dict[str, weights.Side], look: bool) -> Draft:
-    """Take from a call what proofs and spectrum need, with autocast off. No host synchronisation."""
+def draft(
+    seen: Seen, pair: tuple[Tensor, Tensor], sides: dict[str, weights.Side], look: bool, module: nn.Module
+) -> Draft:
+    """Take from a call of `module` what proofs and spectrum need, with autocast off. No host synchronisation."""
     attention = seen.attention
     by_hand = attention.scores is not None
     made = Draft(pair, look, by_hand, seen.dropped, seen.source if seen.weights else "", seen.folded, sides)
@@ -92,11 +102,15 @@ def draft(seen: Seen, pair: tuple[Tensor, Tensor], sides: dict[str, weights.Side
     elif seen.output is not None and seen.value is not None and not seen.dropped:
         made.error = reconstruct(seen)
     if seen.weights is not None:
-        made.spectrum = spectrum(*(w.detach().float() for w in seen.weights))
+        w_q, w_k = (w.detach() for w in seen.weights)
+        made.spectrum = spectrum(w_q, w_k)
+        made.kept = keep(w_q.float(), w_k.float(), *(reader(w, module, Tensor.float) for w in (w_q, w_k)))
     elif sides:
         q, k = sides["q"], sides["k"]
         shared = min(q.weight.shape[1], k.weight.shape[1])  # part of a key may be made otherwise (layouts.py)
-        made.spectrum = spectrum(q.weight[:, :shared], k.weight[:, :shared])
+        w_q, w_k = q.weight[:, :shared], k.weight[:, :shared]
+        made.spectrum = spectrum(w_q, w_k)
+        made.kept = keep(w_q, w_k, q.read, k.read)
         if q.reach is not None and k.reach is not None:
             reach = k.reach.repeat_interleave(attention.heads // k.reach.shape[0])
             made.bound = (scale * q.reach * reach).abs()
@@ -108,7 +122,7 @@ def settle(layer: Layer, draft: Draft, numbers: Iterator[NDArray[np.float64]]) -
     heads = layer.heads
     row = np.full((len(METRICS), heads), np.nan)
     row[: len(ATTENTION)] = next(numbers).reshape(len(ATTENTION), heads)
-    spectra = None if draft.spectrum is None else next(numbers).reshape(len(SPECTRUM), heads)
+    spectra = None if draft.spectrum is None else next(numbers).reshape(len(SPECTRUM) + len(UPDATE), heads)
     error = None if draft.error is None else float(next(numbers)[0])
     bound = None if draft.bound is None else next(numbers)
     documents = 1 if draft.packed is None else int(next(numbers)[0])
@@ -135,7 +149,7 @@ def _judge(layer: Layer, draft: Draft, error: float | None, errors: dict[str, ND
     limit = tolerance(getattr(torch, layer.dtype))
     layer.due = False
     if draft.channels:
-        layer.state, layer.note = "uncovered", "attends over channels, not over positions: another thing is measured"
+        layer.state, layer.note = "uncovered", "attends over channels, not over positions"
         return False
     if not draft.by_hand and error is not None and not error < limit:
         layer.state = "uncovered"
@@ -152,7 +166,8 @@ def _judge(layer: Layer, draft: Draft, error: float | None, errors: dict[str, ND
     if not errors:
         layer.note = f"no projection seen that could make q and k; {how}"
         return False
-    right = {side: np.flatnonzero(e < limit) for side, e in errors.items()}
+    # A wrong choice may come near by chance (a norm of what is nearly normed already), a right one nearer.
+    right = {side: np.flatnonzero((e < limit) & (e < 10 * e.min() + 1e-5)) for side, e in errors.items()}
     for side, found in right.items():
         if not found.size:
             layer.note = f"no projection and layout makes {side} (best relative error {errors[side].min():.1e}); {how}"

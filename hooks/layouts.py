@@ -21,12 +21,14 @@ class Shape(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """`take` maps a projection's `[..., out]` to `[..., heads, size]`; size is d, or the part of it that is projected."""
+    """`take` maps a projection's `[..., out]` to `[..., heads, size]`; size is d, or the part of it that is projected.
+    times: how often the same heads come."""
 
     label: str
     heads: int
     size: int
     take: Callable[[Tensor], Tensor]
+    times: int = 1
 
 
 def layouts(shape: Shape, out: int, name: str) -> Iterator[Layout]:
@@ -57,7 +59,7 @@ def layouts(shape: Shape, out: int, name: str) -> Iterator[Layout]:
         part = out // shape.heads - shape.value  # multi-head latent attention: the rest of a key is shared by the heads
         if shape.value and out % shape.heads == 0 and 0 < part < d:
             layout = _key_and_value(shape.heads, part, shape.value)
-            yield layout._replace(label=f"{layout.label}; the other {d - part} features are shared by the heads and left out")
+            yield layout._replace(label=f"{layout.label}; {d - part} features that all heads share are left out")
     if out == counts[0] * d and counts[0] > 1:
         yield _swapped(counts[0], d)
 
@@ -71,7 +73,7 @@ def _tiled(layout: Layout, heads: int) -> Layout:
     """Key heads over and over."""
     times = heads // layout.heads
     label = f"{layout.label}, {times} times over"
-    return Layout(label, heads, layout.size, lambda x: torch.cat([layout.take(x)] * times, -2))
+    return Layout(label, heads, layout.size, lambda x: torch.cat([layout.take(x)] * times, -2), times)
 
 
 def _grouped(side: str, kv: int, queries: int, d: int) -> Layout:

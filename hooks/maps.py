@@ -14,21 +14,25 @@ RANK_ROWS = 1024
 """Most rows that one sequence gives to `map_rank`: its cost grows with their third power."""
 
 SATURATED = 0.99
+CLIP = 100.0
+"""The threshold at which QK-Clip acts, as in Kimi K2."""
+
 INF = float("inf")
 HUGE = torch.finfo(torch.float32).max
 LOW = -HUGE / 2  # stands for a hidden logit: unlike -inf, 0 * LOW is 0
 
 Pair = tuple[Tensor, Tensor]
-"""Values and weights, float64 `[13, H]` each in the order of `ATTENTION`, of any sequences, micro-batches or ranks.
+"""Values and weights, float64 `[17, H]` each in the order of `ATTENTION`, of any sequences, micro-batches or ranks.
 
-mean: the weighted sum and its weight; max: the largest (-inf with weight 0: none) and 1; sum: the sum and 1.
+mean: the weighted sum and its weight; max, min: the largest (-inf with weight 0: none), the least, and 1; sum: the sum
+and 1.
 """
 
 
 class _Tally(NamedTuple):
     """What is known of a block of sequences and heads after some of its rows. A used row is full and finite."""
 
-    sums: Tensor  # float64 [9, b, h] over used rows: six row statistics, dropped mass, their count; then nonfinite
+    sums: Tensor  # float64 [13, b, h] over used rows: nine statistics, rows of the ninth, dropped mass, rows; nonfinite
     largest: Tensor  # [2, b, h]: logit, query norm
     columns: Tensor  # float64 [b, h, Tk]: attention that each key takes, over used rows
     seen: Tensor  # float64 [b, h, Tk]: used rows that see the key
@@ -68,15 +72,19 @@ def measure_block(
         key_norm = (norms if tally.reached is None else torch.where(tally.reached, norms, -INF)).amax(-1)
     logit, query_norm, key_norm = torch.cat([tally.largest, key_norm[None]]).amax(1).double()
 
-    spread, ratio, entropy, entropy_ratio, saturated, gradient, _, used, nonfinite = tally.sums.sum(1)
+    spread, ratio, entropy, entropy_ratio, saturated, gradient, sharp, tied, outlier, paired, _, used, nonfinite = (
+        tally.sums.sum(1)
+    )
+    clip = CLIP / logit.clamp(min=CLIP)
     values = [
-        logit, spread, ratio, entropy, entropy_ratio, sink_mass, first_key_mass,
-        saturated, gradient, rank, query_norm, key_norm, nonfinite,
+        logit, spread, ratio, entropy, entropy_ratio, sink_mass, first_key_mass, saturated, gradient, rank,
+        sharp, tied, outlier, query_norm, key_norm, clip, nonfinite,
     ]  # fmt: skip
-    total = known.sum(0)
+    total, some = known.sum(0), logit > -INF
+    forecast = torch.zeros_like(used) if attention.context is None else used
     weights = [
-        logit > -INF, used, used, used, used, total, used,
-        used, used, total, query_norm > -INF, key_norm > -INF, torch.ones_like(used),
+        some, used, used, used, used, total, used, used, used, total,
+        forecast, used, paired, query_norm > -INF, key_norm > -INF, some, torch.ones_like(used),
     ]  # fmt: skip
     return torch.stack(values), torch.stack([w.double() for w in weights])
 
@@ -84,7 +92,7 @@ def measure_block(
 def _by_sequence(tally: _Tally, first: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """float64 `[h]`: sums of sink mass, first-key mass and map rank, each times its rows; `[b, h]`: rows of the
     first and third, 0 where no key is seen by half of the used rows."""
-    dropped, used = tally.sums[6], tally.sums[7]
+    dropped, used = tally.sums[-3], tally.sums[-2]
     mean = torch.where(tally.seen > 0, tally.columns / tally.seen, 0.0)
     shared = (2 * tally.seen >= used[..., None]) & (used[..., None] > 0)
     sink_mass, sink = torch.where(shared, mean, -1.0).max(-1)
@@ -115,8 +123,9 @@ def _tally(
     visible = attention.visible(sequences, heads, rows)
     s, lowest, nonfinite = _tame(attention.logits(queries, keys, sequences, heads, rows), visible)
     use = full & (nonfinite == 0) & lowest.isfinite()
-    top = s.amax(-1)
-    s.sub_(top[..., None])
+    top, key = s.max(-1)
+    second = s.scatter_(-1, key[..., None], LOW).amax(-1)
+    s.scatter_(-1, key[..., None], top[..., None]).sub_(top[..., None])
     # softmax, not exp: on CPU it is several times faster, most of all where keys are hidden.
     p = s.softmax(-1)
     peak = p.amax(-1)  # 1 / Z
@@ -135,13 +144,21 @@ def _tally(
         square = (1 - dropped) ** 2 * square
 
     count = n.float()
+    spread = top - lowest
+    tied = top.to(attention.precision) == second.to(attention.precision)
+    outlier = torch.full_like(top, torch.nan) if queries is None or keys is None else _outlier(queries, keys, key)
+    paired = outlier.isfinite()
     values = torch.stack([
-        top - lowest,
-        (top - lowest) / ((count - 1).clamp(min=1).log() + log(99)),
+        spread,
+        spread / ((count - 1).clamp(min=1).log() + log(99)),
         entropy.clamp(min=0),
         (entropy / (count + least).log()).clamp(0, 1),
         ((1 - dropped) * peak > SATURATED).float(),
         (1 - square) * count / (count - 1),
+        (spread - log(attention.context or 1)).clamp(max=0).exp(),  # min(1, exp(spread) / context)
+        tied.float(),
+        torch.where(paired, outlier, 0.0),
+        paired.float(),
         dropped,
         torch.ones_like(top),
     ])  # fmt: skip
@@ -164,12 +181,22 @@ def _tally(
 
 def _tame(s: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Finite logits, LOW where hidden; of each row the smallest visible one as it was, and how many NaN and +inf."""
-    lowest = s.amin(-1) if visible is None else torch.where(visible, s, INF).amin(-1)
-    if visible is not None:
+    if visible is None:
+        lowest = s.amin(-1)
+    else:
         s = torch.where(visible, s, LOW)
+        lowest = (s + torch.where(visible, 0.0, INF)).amin(-1)  # adding is cheaper than choosing once more
     s.clamp_(min=LOW)
     nonfinite = (s - s).nan_to_num_(nan=1.0).sum(-1)  # inf - inf is NaN; comparing would be slower
     return s.nan_to_num_(nan=LOW, posinf=HUGE), lowest, nonfinite
+
+
+def _outlier(queries: Tensor, keys: Tensor, key: Tensor) -> Tensor:
+    """`[b, h, R]`: the largest `|q_c k_c|` over the sum of all, of each row and its `key`; NaN where all are 0."""
+    starts = torch.arange(0, keys[..., 0].numel(), keys.shape[2], device=keys.device).view(*keys.shape[:2], 1)
+    at = starts + key.reshape(*keys.shape[:2], -1)  # index_select copies whole rows: ten times as fast as gather
+    parts = keys.flatten(0, 2).index_select(0, at.flatten()).view_as(queries).mul_(queries).abs_()
+    return parts.amax(-1) / parts.sum(-1)
 
 
 def _columns(weights: Tensor, maps: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from attnwatch.hooks import sites, weights
 from attnwatch.hooks.adapters import adapter_for
 from attnwatch.hooks.attention import Attention
 from attnwatch.hooks.compiled import EagerStep
-from attnwatch.hooks.graph import GraphRoute
+from attnwatch.hooks.graph import BLIND, GraphRoute
 from attnwatch.hooks.handlers import HANDLERS
 from attnwatch.hooks.huggingface import Interface
 from attnwatch.hooks.layers import METRICS, Draft, Layer, draft, settle
@@ -32,6 +33,8 @@ from attnwatch.hooks.tap import Frame, Seen, Tap
 
 _GOLDEN = 0.6180339887498949  # phases of successive samples fill [0, 1) evenly
 _ARMED: list[Probe] = []
+KEPT = 2**28
+"""Most bytes of weights that wait for the optimizer's step: a sample must not fill the memory that training needs."""
 
 
 class Reading(NamedTuple):
@@ -50,17 +53,29 @@ class Reading(NamedTuple):
 class Probe:
     """Measures the attention of one model on the steps it is armed for.
 
-    rows, sequences: how many query rows of how many sequences of a batch are measured (None: all rows).
+    rows, sequences: how many query rows of how many sequences of a batch are measured (None: all rows). graph: look
+    inside compiled graphs (graph.py) instead of running sampled steps eagerly. context: keys of a longer row, for
+    `forecast_sharpness`. `close` at the end.
     """
 
-    def __init__(self, model: nn.Module, rows: int | None = 64, sequences: int = 4, adapters: Sequence[Any] = (), graph: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: int | None = 64,
+        sequences: int = 4,
+        adapters: Sequence[Any] = (),
+        graph: bool = False,
+        context: int | None = None,
+    ):
         self.model = model
         self.rows = rows
         self.sequences = sequences
         self.adapters = adapters
+        self.context = context
         self.layers: dict[str, Layer] = {}
         self._turn = 0
         self._look = False
+        self._room = KEPT
         self._drafts: dict[str, Draft] = {}
         self._handles: list[Any] = []
         self._names: dict[int, str] = {}
@@ -69,7 +84,7 @@ class Probe:
         self._local = threading.local()
         self._interface = Interface(lambda: getattr(self._local, "tap", None))
         self._eager = EagerStep()
-        self.graph = GraphRoute(self) if graph else None
+        self._graph = GraphRoute(self) if graph else None
         self._lock = threading.Lock()
         self._broken: set[str] = set()
         self._silent: set[str] = set()
@@ -83,11 +98,16 @@ class Probe:
         start = time.perf_counter()
         self._unwind()
         self._look = look
+        self._room = KEPT
         self._drafts = {}
+        if self._graph is not None:
+            self._graph.start()
+        else:
+            self._hook()
+        self._seconds = time.perf_counter() - start
+
+    def _hook(self) -> None:
         self._owners = sites.owners(self.model)
-        if self.graph is not None:
-            self._arm_graph(self.graph)
-            return
         for name, module in sites.hookable(self.model):
             self._names[id(module)] = name
             self._adapted[name] = adapter_for(self.adapters, name, module)
@@ -98,22 +118,11 @@ class Probe:
         self._interface.install()
         self._eager.start()
         _ARMED.append(self)
-        self._seconds = time.perf_counter() - start
-
-    def _arm_graph(self, route: GraphRoute) -> None:
-        """Hooks only on the compiled parts themselves: they run outside of the graphs, and tell which part runs."""
-        for name, module in sites.hookable(self.model):
-            if sites.is_compiled_part(module):
-                self._handles += [
-                    module.register_forward_pre_hook(_Region(self, name)),
-                    module.register_forward_hook(_RegionEnd(self, name), always_call=True),
-                ]
-        route.armed = True
 
     def disarm(self) -> None:
         """Hooks off; idempotent."""
-        if self.graph is not None:
-            self.graph.armed = False
+        if self._graph is not None:
+            self._graph.stop()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -123,6 +132,12 @@ class Probe:
         if self in _ARMED:
             _ARMED.remove(self)
         self._unwind()
+
+    def close(self) -> None:
+        """Nothing of ours is left, in the model or in the compiler; idempotent."""
+        self.disarm()
+        if self._graph is not None:
+            self._graph.close()
 
     def _unwind(self) -> None:
         """Leave what a forward that was interrupted (KeyboardInterrupt skips hooks) left standing in this thread."""
@@ -134,14 +149,14 @@ class Probe:
     # --- in the forward -----------------------------------------------------------------------------------------------
 
     def enter(self, name: str, module: nn.Module) -> None:
-        if not self.model.training or in_backward():
+        if not self.counts:
             return
         tap = getattr(self._local, "tap", None)
         if tap is not None and tap.frames and tap.frames[0].module is module:  # begun again after an interruption
             self._unwind()
             tap = None
         if tap is None:
-            tap = self._local.tap = Tap(HANDLERS, self._gather, self._failed, self._choose, self._look)
+            tap = self._local.tap = Tap(HANDLERS, self.gather, self.failed, self._choose, self._look)
         tap.enter(Frame(name, module, name in self._owners, adapter=self._adapted.get(name)))
 
     def leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
@@ -154,29 +169,29 @@ class Probe:
 
     def observe(self, module: nn.Module, attention: Attention) -> None:
         name = self._names.get(id(module))
-        if name is None or not self.model.training or in_backward():
+        if name is None or not self.counts:
             return
         tap = getattr(self._local, "tap", None)
         if tap is None:  # its forward was called directly, and no hook ran
-            self._gather(Frame(name, module, True), Seen(attention), 0)
+            self.gather(Frame(name, module, True), Seen(attention), 0)
         else:
             frame = next((f for f in reversed(tap.frames) if f.module is module), Frame(name, module, True))
             tap.handle(lambda tap: tap.report(Seen(attention), frame))
+
+    @property
+    def counts(self) -> bool:
+        """Whether the forward that runs now is one of training, and not the recomputation of a checkpoint."""
+        return self.model.training and not in_backward()
 
     @property
     def looking(self) -> bool:
         """Whether the weights are looked at in this step."""
         return self._look
 
-    def gather(self, frame: Frame, seen: Seen, index: int) -> None:
-        """What the compiled graph saw."""
-        if self.model.training and not in_backward():
-            self._gather(frame, seen, index)
-
     def _choose(self, batch: int) -> list[int]:
         return sample_sequences(batch, self.sequences, self._turn)
 
-    def _gather(self, frame: Frame, seen: Seen, index: int) -> None:
+    def gather(self, frame: Frame, seen: Seen, index: int) -> None:
         start = time.perf_counter()
         name = frame.name or type(self.model).__name__
         name = f"{name}#{index}" if index else name
@@ -185,13 +200,14 @@ class Probe:
         try:
             self._add(name, frame, seen)
         except Exception as error:
-            self._failed(name, error)
+            self.failed(name, error)
         self._seconds += time.perf_counter() - start
 
     def _add(self, name: str, frame: Frame, seen: Seen) -> None:
         attention = seen.attention
         rows = sample_rows(attention.queries, self.rows, self._turn * _GOLDEN % 1.0)
         layer = self._layer(name, attention)
+        asked = replace(attention, dtype=_dtype(attention), context=self.context)
         look = self._look and name not in self._drafts
         with torch.no_grad():
             if look and hasattr(frame.adapter, "weights"):
@@ -200,10 +216,13 @@ class Probe:
             # In the caller's autocast, in which the norms were called.
             sides = self._sides(layer, frame, seen) if look else {}
             with _full_precision(attention.device):
-                pair = measure(attention, self._choose(attention.batch), rows)
+                pair = measure(asked, self._choose(attention.batch), rows)
                 seen = seen._replace(channels=look and weights.over_channels(frame, attention))
-                fresh = draft(seen, pair, sides, look)
+                fresh = draft(seen, pair, sides, look, frame.module)
         with self._lock:
+            if fresh.kept is not None:
+                self._room -= fresh.kept.bytes
+                fresh.kept = fresh.kept if self._room >= 0 else None
             known = self._drafts.setdefault(name, fresh)
             if known is not fresh:
                 known.pair = merge(known.pair, pair)
@@ -230,7 +249,7 @@ class Probe:
             found[side] = answer
         return found
 
-    def _failed(self, where: str, error: Exception) -> None:
+    def failed(self, where: str, error: Exception) -> None:
         """A layer whose measuring failed is switched off, and said once."""
         where = where or type(self.model).__name__
         with self._lock:
@@ -250,34 +269,49 @@ class Probe:
         self._turn += 1
         drafts, self._drafts = self._drafts, {}
         parts = [x.detach().reshape(-1) for x in extras]
-        for made in drafts.values():
+        for name, made in drafts.items():
+            self._compare(name, made)
             parts += [finish(made.pair), *made.parts]
         numbers = iter(_to_host(parts))
         extra = np.array([next(numbers)[0] for _ in extras])
         rows = {name: settle(self.layers[name], made, numbers) for name, made in drafts.items()}
-        self._name_silent(set(drafts))
+        unseen = self._unseen()
+        self._name_silent(set(drafts), unseen)
         measured = tuple(self.layers)
         width = max((layer.heads for layer in self.layers.values()), default=0)
         values = np.full((len(METRICS), len(measured), width), np.nan, np.float32)
         for name, row in rows.items():
             values[:, measured.index(name), : row.shape[1]] = row
         problems, self._problems = tuple(self._problems), []
-        layers = (*self.layers.values(), *self._unseen())
+        layers = (*self.layers.values(), *unseen)
         return Reading(measured, layers, values, extra, problems, self._seconds + time.perf_counter() - start)
+
+    def _compare(self, name: str, made: Draft) -> None:
+        with torch.no_grad(), _full_precision(made.pair[0].device):
+            try:
+                made.compare()
+            except Exception as error:
+                self.failed(name, error)
+                made.kept = None
+                made.compare()
 
     @property
     def due(self) -> bool:
         """Whether some layer's weights wait to be looked at in the next sample."""
         return any(layer.due for layer in self.layers.values())
 
-    def _name_silent(self, gave: set[str]) -> None:
-        """A layer that was measured before and gave nothing is named, once until it gives again."""
+    def _name_silent(self, gave: set[str], unseen: Sequence[Layer]) -> None:
+        """A layer that was measured before and gave nothing is named, once until it gives again. So is one that was
+        never seen inside a compiled graph: with hooks it would have been."""
         silent = set(self.layers) - gave - self._broken
+        if self._graph is not None:
+            silent |= {layer.name for layer in unseen}
         if not gave:
             self._problems.append(("model", f"no attention call was seen in this step: {self._reason()}"))
         else:
+            reason = BLIND if self._graph is not None else "it did not run, or was not seen"
             for name in sorted(silent - self._silent):
-                self._problems.append((name, "gave nothing in this sampled step: it did not run, or was not seen"))
+                self._problems.append((name, f"gave nothing in this sampled step: {reason}"))
         self._silent = silent
 
     def _unseen(self) -> list[Layer]:
@@ -292,6 +326,8 @@ class Probe:
     def _reason(self) -> str:
         if not self.model.training:
             return "the model is in eval mode (call model.train() for training steps)"
+        if self._graph is not None:
+            return BLIND
         if sites.is_compiled(self.model):
             return "the model is compiled, and hooks do not run inside a compiled graph"
         return "no softmax over a product of queries and keys, no forward call of the module, or an unknown kernel"
@@ -317,8 +353,9 @@ def observe(
     """Tell attnwatch of an attention that has no softmax call to see. Free when no sample is being taken.
 
     module: the attention module, part of a watched model. q: `[B, H, Tq, d]`, k: `[B, Hk, Tk, d]`, any float dtype, as
-    they enter the dot product. scale: None is `1/sqrt(d)`. mask: broadcastable to `[B, H, Tq, Tk]`, bool (True: visible) or
-    float (added). causal: key j is visible to row i if `j <= i`. Call it inside the module's forward. Never raises.
+    they enter the dot product. scale: None is `1/sqrt(d)`. mask: broadcastable to `[B, H, Tq, Tk]`, bool (True:
+    visible) or float (added). causal: key j is visible to row i if `j <= i`. Call it inside the module's forward. Never
+    raises.
     """
     for probe in _ARMED:
         probe.observe(module, Attention(q=q, k=k, scale=scale, mask=mask, causal=causal))
@@ -361,7 +398,8 @@ class _Enter:
         self._probe, self._name = probe, name
 
     def __call__(self, module: nn.Module, arguments: Any) -> None:
-        self._probe.enter(self._name, module)
+        if not torch.compiler.is_compiling():  # in spite of the eager stance, if the user has set another one
+            self._probe.enter(self._name, module)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return contextlib.nullcontext().__exit__  # takes anything, returns None
@@ -372,16 +410,5 @@ class _Enter:
 
 class _Leave(_Enter):
     def __call__(self, module: nn.Module, arguments: Any, output: Any = None) -> None:
-        self._probe.leave(module, arguments, output)
-
-
-class _Region(_Enter):
-    def __call__(self, module: nn.Module, arguments: Any) -> None:
-        if self._probe.graph is not None:
-            self._probe.graph.regions.append(self._name)
-
-
-class _RegionEnd(_Enter):
-    def __call__(self, module: nn.Module, arguments: Any, output: Any = None) -> None:
-        if self._probe.graph is not None and self._name in self._probe.graph.regions:
-            del self._probe.graph.regions[self._probe.graph.regions.index(self._name) :]
+        if not torch.compiler.is_compiling():
+            self._probe.leave(module, arguments, output)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnwatch.hooks.shapes import bind
-from attnwatch.hooks.tap import Frame, Norm, Product, Tap
+from attnwatch.hooks.tap import CLOCK, Frame, Norm, Product, Tap
 
 _NORM = re.compile(r"norm|rms|l2", re.IGNORECASE)
 
@@ -34,7 +34,7 @@ def projected(look: bool, weight: Tensor, out: Tensor, name: str = "") -> Produc
     tokens = out.numel() // max(1, out.shape[-1])
     stride = max(1, tokens // 16) | 1  # odd: the rows fall on different positions of different sequences
     rows = out.detach().reshape(tokens, -1)[::stride][:16].clone() if look else None
-    return Product(weight.detach(), out.shape[:-1], stride, rows, name)
+    return Product(weight.detach(), out.shape[:-1], stride, rows, name, next(CLOCK))
 
 
 def module_left(tap: Tap, frame: Frame, arguments: Any, output: Any) -> None:
@@ -42,7 +42,8 @@ def module_left(tap: Tap, frame: Frame, arguments: Any, output: Any) -> None:
     if not tap.look or not isinstance(output, Tensor):
         return
     if _is_norm(frame, arguments, output):
-        tap.site.norms.append(Norm(type(frame.module).__name__, frame.module.forward, _width(frame.module), False))
+        label, size = type(frame.module).__name__, _width(frame.module)
+        tap.site.norms.append(Norm(label, frame.module.forward, size, False, next(CLOCK)))
     elif hasattr(frame.module, "get_delta_weight") and hasattr(frame.module, "get_base_layer"):
         name = f"{frame.name.rpartition('.')[2]} (base + low-rank update)"
         frame.products = [projected(tap.look, _updated(frame.module), output, name)]
@@ -82,11 +83,11 @@ def layer_norm(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     if tap.look:
         size = math.prod(bind(("input", "normalized_shape"), args, kwargs)["normalized_shape"])
         rest, named = args[1:], {key: value for key, value in kwargs.items() if key != "input"}
-        tap.site.norms.append(Norm(func.__name__, lambda x: func(x, *rest, **named), size, True))
+        tap.site.norms.append(Norm(func.__name__, lambda x: func(x, *rest, **named), size, True, next(CLOCK)))
 
 
 def normalize(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     call = bind(("input", "p", "dim"), args, kwargs)
     dim = call.get("dim", 1)
     if tap.look and call.get("p", 2) == 2 and dim in (-1, out.dim() - 1):
-        tap.site.norms.append(Norm("normalize", lambda x: F.normalize(x, dim=-1), out.shape[-1], True))
+        tap.site.norms.append(Norm("normalize", lambda x: F.normalize(x, dim=-1), out.shape[-1], True, next(CLOCK)))

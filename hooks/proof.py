@@ -85,7 +85,11 @@ def reconstruct(seen: Seen) -> Tensor:
         real = real[rows].float()
     else:
         real = real[:, rows].float()
-    made, real = made.nan_to_num(), real.nan_to_num()  # rows that see nothing
+    if visible is not None:  # a row of a head that sees nothing: what the model makes of it is not to be foretold
+        blind = ~visible.any(-1).expand(1, attention.heads, -1)[0]  # [H, R]
+        some = blind.any(0)[:, None] if seen.projection is not None else blind[..., None]
+        made, real = made.masked_fill(some, 0.0), real.masked_fill(some, 0.0)
+    made, real = made.nan_to_num(), real.nan_to_num()  # a run that diverged is not misunderstood for that
     return ((real - made).square().sum() / real.square().sum().clamp_min(1e-30)).sqrt()
 
 

@@ -62,14 +62,12 @@ def inside(name: str, other: str) -> bool:
     return not other or name == other or name.startswith(f"{other}.")
 
 
-def is_compiled_part(module: nn.Module) -> bool:
-    """Whether torch.compile was applied to this very module."""
-    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-
-
 def is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile was applied to the model or to a part of it."""
-    return any(is_compiled_part(module) for module in model.modules())
+    return any(
+        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
 
 
 def looks_like_attention(module: nn.Module) -> bool:

@@ -26,6 +26,7 @@ SPECTRUM: tuple[Statistic, ...] = (
     Statistic("qk_rank_ratio", "1", "Effective rank of W_q^T W_k over that of random weights of its shape.", "last"),
     Statistic("wq_sigma_max", "1", "Spectral norm of the head's W_q.", "last"),
     Statistic("wk_sigma_max", "1", "Spectral norm of the W_k of the head's key head.", "last"),
+    Statistic("qk_sigma_bound", "1", "Product of both norms: bounds W_q^T W_k at every rotary offset.", "last"),
     Statistic(
         "layer_energy_top10",
         "1",
@@ -83,20 +84,16 @@ def spectrum(w_q: Tensor, w_k: Tensor) -> Tensor:
     finite_k = finite_k.repeat_interleave(group)
     finite = finite_q & finite_k
 
-    thin_q, thin_k = _thin(w_q), _thin(w_k)
-    # A group of query heads is a dimension of its own: the factor of its key head is not repeated.
-    core = thin_q.unflatten(0, (-1, group)) @ thin_k.mT[:, None]
-    energy = _energy(core).flatten(0, 1)
+    energy = energies(product(thin(w_q), thin(w_k))).flatten(0, 1)
     rank = effective_rank(energy)
     baseline = d * (1 + d / in_q) ** -0.6 * (1 + d / in_k) ** -0.6
     head = torch.stack([energy[:, 0].sqrt() * size_q * size_k, *_concentration(energy), rank, rank / baseline])
-    norm_q = _energy(w_q)[:, 0].sqrt() * size_q
-    norm_k = (_energy(w_k)[:, 0].sqrt() * size_k).repeat_interleave(group)
+    norm_q = torch.where(finite_q, energies(w_q)[:, 0].sqrt() * size_q, torch.nan)
+    norm_k = torch.where(finite_k, (energies(w_k)[:, 0].sqrt() * size_k).repeat_interleave(group), torch.nan)
     layer = _layer(w_q, w_k, group)
     return torch.cat([
         torch.where(finite, head, torch.nan),
-        torch.where(finite_q, norm_q, torch.nan)[None],
-        torch.where(finite_k, norm_k, torch.nan)[None],
+        torch.stack([norm_q, norm_k, norm_q * norm_k]),
         torch.where(finite.all(), layer, torch.nan)[:, None].expand(-1, heads),
     ])  # fmt: skip
 
@@ -113,7 +110,7 @@ def _clean(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return w / size, finite, size.double()
 
 
-def _thin(w: Tensor) -> Tensor:
+def thin(w: Tensor) -> Tensor:
     """`[..., min(d, d_in), d]`: the transpose of `w [..., d, d_in]` up to an orthogonal factor on its left.
 
     By Cholesky of the float64 Gram matrix: QR of many small factors is five times slower, and fifty times where other
@@ -129,7 +126,13 @@ def _thin(w: Tensor) -> Tensor:
     return lower.mT.float()
 
 
-def _energy(w: Tensor) -> Tensor:
+def product(q: Tensor, k: Tensor) -> Tensor:
+    """`[Hk, H / Hk, m, n]` of factors `q [H, m, d]` and `k [Hk, n, d]`: that of a key head is not repeated."""
+    grouped: Tensor = q.unflatten(0, (len(k), -1)) @ k.mT[:, None]
+    return grouped
+
+
+def energies(w: Tensor) -> Tensor:
     """float64 squared singular values of `[..., m, n]`, largest first, good to float32 of the largest.
 
     By eigenvalues: `svdvals` of such small matrices takes 200 times as long where other processes keep the cores busy.
@@ -153,6 +156,6 @@ def _layer(w_q: Tensor, w_k: Tensor, group: int) -> Tensor:
     if heads * d > LAYER_WIDTH or max(in_q, w_k.shape[2]) > LAYER_INPUT:
         return torch.full((2,), torch.nan, dtype=torch.float64, device=w_q.device)
     # Repeating a key head for its group is the same product as adding up the group's query heads.
-    thin_q = _thin(w_q.unflatten(0, (-1, group)).sum(1).flatten(0, 1))
-    core = thin_q @ _thin(w_k.flatten(0, 1)).mT
-    return torch.stack(_concentration(_energy(core))[1:])
+    thin_q = thin(w_q.unflatten(0, (-1, group)).sum(1).flatten(0, 1))
+    core = thin_q @ thin(w_k.flatten(0, 1)).mT
+    return torch.stack(_concentration(energies(core))[1:])

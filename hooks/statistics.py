@@ -5,6 +5,7 @@ Nothing here reads a tensor's value on the host or touches a random state: it ru
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ BLOCK = 2**20
 
 
 class Statistic(NamedTuple):
-    """One number of a head. merge: "mean" (row-weighted), "max", "sum", or "last" (from the weights)."""
+    """One number of a head. merge: "mean" (row-weighted), "max", "min", "sum", or "last" (from the weights)."""
 
     name: str
     unit: str
@@ -63,8 +64,22 @@ ATTENTION: tuple[Statistic, ...] = (
         "Effective rank of the attention map of the measured rows, without the sink key's column.",
         "mean",
     ),
+    Statistic(
+        "forecast_sharpness",
+        "1",
+        "Upper bound on the largest attention weight of a row at the context length given, if the spread stays.",
+        "mean",
+    ),
+    Statistic("tied_rows", "1", "Share of rows whose two largest logits are one number in the model's dtype.", "mean"),
+    Statistic(
+        "outlier_share",
+        "1",
+        "Share of the largest coordinate in the top key's product with the query, from 1/d to 1.",
+        "mean",
+    ),
     Statistic("query_norm_max", "1", "Largest L2 norm of a query.", "max"),
     Statistic("key_norm_max", "1", "Largest L2 norm of a visible key.", "max"),
+    Statistic("qk_clip_factor", "1", "Factor that QK-Clip at 100 would put on the head's logits; 1 is none.", "min"),
     Statistic("nonfinite", "count", "Visible logits that are NaN or +inf.", "sum"),
 )
 
@@ -80,6 +95,9 @@ def _runs() -> list[tuple[str, slice]]:
 
 
 _RUNS = _runs()
+_MERGED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": torch.add, "max": torch.maximum, "min": torch.minimum, "sum": torch.add,
+}  # fmt: skip
 
 
 def attention_statistics(
@@ -93,6 +111,7 @@ def attention_statistics(
     bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    context: int | None = None,
     rows: int | None = None,
 ) -> dict[str, Tensor]:
     """Every statistic of one attention call, by name: float32 `[H]`, NaN where undefined.
@@ -101,7 +120,7 @@ def attention_statistics(
     rows: at most so many rows of each sequence, evenly spread; None measures all, without holding a `Tq x Tk` map of a
     long sequence, except that `map_rank` takes evenly spaced rows, 1024 at most. Raises ValueError.
     """
-    attention = Attention(q, k, scale, causal, window, mask, bias, softcap, sinks)
+    attention = Attention(q, k, scale, causal, window, mask, bias, softcap, sinks, context=context)
     check(attention)
     if rows is not None and rows < 1:
         raise ValueError(f"expected rows of at least 1; found {rows}: use None to measure every row")
@@ -126,7 +145,7 @@ def sample_sequences(batch: int, sequences: int | None, turn: int) -> list[int]:
 
 def merge(a: Pair, b: Pair) -> Pair:
     """One pair of two measurements of the same heads."""
-    values = [torch.maximum(a[0][s], b[0][s]) if kind == "max" else a[0][s] + b[0][s] for kind, s in _RUNS]
+    values = [_MERGED[kind](a[0][s], b[0][s]) for kind, s in _RUNS]
     weights = [a[1][s] + b[1][s] if kind == "mean" else torch.maximum(a[1][s], b[1][s]) for kind, s in _RUNS]
     return torch.cat(values), torch.cat(weights)
 

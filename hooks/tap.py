@@ -9,6 +9,8 @@ softmax. What is needed is taken at once: a model may overwrite its tensors righ
 from __future__ import annotations
 
 import contextlib
+import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,19 +21,21 @@ from torch.overrides import TorchFunctionMode
 
 from attnwatch.hooks.attention import Attention
 
+CLOCK = itertools.count(1)  # order of products and norms: a norm before a projection is not one of its output
 KEPT = 64  # products and norms remembered per frame: enough for any attention layer, bounded for a whole model
 
 
 class Product(NamedTuple):
     """A projection as it was computed. weight: `[out, in]`, a view of the parameter. lead: shape of the tokens. rows:
     `[n, out]` of its output, every `stride`-th token from the first; None unless the weights are looked at. name: what
-    to call it where it is no parameter."""
+    to call it where it is no parameter. at: when, by CLOCK."""
 
     weight: Tensor
     lead: torch.Size
     stride: int
     rows: Tensor | None
     name: str = ""
+    at: int = 0
 
     @property
     def tokens(self) -> int:
@@ -40,12 +44,14 @@ class Product(NamedTuple):
 
 class Norm(NamedTuple):
     """A normalisation as it was called: `apply` repeats it on other rows. size: features it normalises over, 0 if
-    unknown. functional: a torch function, which may stand inside a module that knows more of the gain."""
+    unknown. functional: a torch function, which may stand inside a module that knows more of the gain. at: when, by
+    CLOCK."""
 
     label: str
     apply: Callable[[Tensor], Tensor]
     size: int
     functional: bool
+    at: int = sys.maxsize
 
 
 class Pair(NamedTuple):

@@ -8,7 +8,6 @@ rotary embedding and a constant, is right. Only the best guess is used in the sa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +18,20 @@ from attnwatch.hooks.attention import Attention
 from attnwatch.hooks.layouts import Layout, Shape, layouts
 from attnwatch.hooks.proof import mismatch, token_rows
 from attnwatch.hooks.tap import Frame, Norm, Product
+from attnwatch.hooks.update import Reader, reader
 
 MAX_CANDIDATES = 64
 
 
 class Key(NamedTuple):
-    """Identity of a proved choice from step to step."""
+    """Identity of a proved choice from step to step. projection, norm: which of those that the layer called (-1: none);
+    names do not tell them apart where weights are shared."""
 
     weight: str
     layout: str
-    norm: str
+    projection: int
+    norm: int
+    across: bool
     sequence_first: bool
 
 
@@ -37,15 +40,20 @@ class Candidate(NamedTuple):
     product: Product
     layout: Layout
     norm: Norm | None
-    across: bool  # the norm is taken over all heads together
+
+    @property
+    def across(self) -> bool:
+        """Whether the norm is taken over all heads together."""
+        return self.key.across
 
 
 class Side(NamedTuple):
     """One side's weights (queries or keys) as of this step, and how good each choice was.
 
-    keys: one a choice; a pair where two streams of tokens have projections of their own. errors: `[n]` on the device, one
-    a key. weight: `[Hx, d, in]` of the first choice, gain folded in. reach: `[Hx]`, the largest length a vector can have
-    after the norm (None without one). kinds, heads: norm and heads of each choice.
+    keys: one a choice; a pair where two streams of tokens have projections of their own. errors: `[n]` on the device,
+    one a key. weight: `[Hx, d, in]` of the first choice, gain folded in. reach: `[Hx]`, the largest length a vector can
+    have after the norm (None without one). kinds, heads: norm and heads of each choice. read: the weight as it is
+    later, with the gain of this step.
     """
 
     keys: tuple[Any, ...]
@@ -54,6 +62,7 @@ class Side(NamedTuple):
     reach: Tensor | None
     kinds: tuple[str, ...]
     heads: tuple[int, ...]
+    read: Reader | None
 
 
 def look(shape: Shape, x: Tensor, frame: Frame, known: Any = None) -> Side | None:
@@ -78,10 +87,13 @@ def look(shape: Shape, x: Tensor, frame: Frame, known: Any = None) -> Side | Non
 
 
 def _look(shape: Shape, x: Tensor, frame: Frame, known: Any) -> Side | None:
-    found = list(_candidates(shape, x, frame))
+    found = _candidates(shape, x, frame)
     found = [candidate for candidate in found if candidate.key == known] or found
-    kept, errors, ratios = [], [], []
-    for candidate in found[:MAX_CANDIDATES]:
+    kept: list[Candidate] = []
+    errors, ratios = [], []
+    for candidate in found:
+        if len(kept) == MAX_CANDIDATES:
+            break
         made = _make(candidate)
         if made is not None:
             real, position = token_rows(x, candidate.product.stride, made.shape[0], candidate.key.sequence_first)
@@ -92,23 +104,34 @@ def _look(shape: Shape, x: Tensor, frame: Frame, known: Any) -> Side | None:
     if not kept:
         return None
     first = kept[0]
-    weight = first.layout.take(first.product.weight.t().float()).permute(1, 2, 0)
-    reach = None
+    weight = _heads_of(first, first.product.weight)
+    reach, factor = None, None
     if first.norm is not None:
         gain = _gain(first)
         size = gain.numel() if first.across else gain.shape[-1]
         peak = gain.abs().max() if first.across else gain.abs().amax(-1)
         peak = peak.expand(weight.shape[0]) if peak.dim() == 0 else peak
         reach = ratios[0].abs() * size**0.5 * peak.repeat_interleave(x.shape[1] // weight.shape[0])
-        weight = weight * (gain * size**0.5 if _is_l2(first.norm) else gain).unsqueeze(-1)
+        factor = (gain * size**0.5 if _is_l2(first.norm) else gain).unsqueeze(-1)
+        weight = weight * factor
+
+    def fold(weight: Tensor) -> Tensor:
+        return _heads_of(first, weight) if factor is None else _heads_of(first, weight) * factor
+
     return Side(
         tuple(c.key for c in kept),
         torch.stack(errors),
         weight,
         reach,
         tuple(_kind(c) for c in kept),
-        tuple(c.layout.heads for c in kept),
+        tuple(c.layout.heads // c.layout.times for c in kept),
+        reader(first.product.weight, frame.module, fold),
     )
+
+
+def _heads_of(candidate: Candidate, weight: Tensor) -> Tensor:
+    """float32 `[Hx, d, in]` of `[out, in]`."""
+    return candidate.layout.take(weight.t().float()).permute(1, 2, 0)
 
 
 def over_channels(frame: Frame, attention: Attention) -> bool:
@@ -131,6 +154,7 @@ def _join(first: Side, second: Side) -> Side:
     pairs = [(i, j) for i in range(len(first.keys)) for j in range(len(second.keys))][: MAX_CANDIDATES**2]
     errors = torch.maximum(first.errors[:, None], second.errors[None, :]).flatten()[: len(pairs)]
     reach = None if first.reach is None or second.reach is None else torch.maximum(first.reach, second.reach)
+    one, two = first.read, second.read
     return Side(
         tuple((first.keys[i], second.keys[j]) for i, j in pairs),
         errors,
@@ -138,6 +162,7 @@ def _join(first: Side, second: Side) -> Side:
         reach,
         tuple(first.kinds[i] if first.kinds[i] == second.kinds[j] else "mixed" for i, j in pairs),
         tuple(first.heads[i] for i, _ in pairs),
+        None if one is None or two is None else lambda: torch.cat([one(), two()], -1),
     )
 
 
@@ -149,27 +174,36 @@ def _either(one: Side, other: Side) -> Side:
         one.reach,
         one.kinds + other.kinds,
         one.heads + other.heads,
+        one.read,
     )
 
 
 # --- candidates ---------------------------------------------------------------------------------------------------
 
 
-def _candidates(shape: Shape, x: Tensor, frame: Frame) -> Iterator[Candidate]:
-    """Best guess first: names that say query or key, norms if the layer has any, plain layouts before rare ones."""
+def _candidates(shape: Shape, x: Tensor, frame: Frame) -> list[Candidate]:
+    """Best guess first: names that say query or key, norms if the layer has any; common layouts of all of them before
+    rare layouts of any, so that two streams with four norms do not crowd out each other."""
     batch, _, length, d = x.shape
     names = {p.untyped_storage().data_ptr(): name for name, p in frame.module.named_parameters()}
-    named = [(product, _name(product, names)) for product in frame.products if product.tokens == batch * length]
-    named.sort(key=lambda pair: not _says(shape.side, pair[1]))
-    norms = _norms(shape.side, frame.norms, d)
-    norms = [*norms, (None, False)] if norms else [(None, False), (Norm("normalize", _unit, d, True), False)]
-    for norm, across in norms:
-        for product, name in named:
+    products = list(enumerate(frame.products))
+    named = [(i, product, _name(product, names)) for i, product in products if product.tokens == batch * length]
+    named.sort(key=lambda entry: not _says(shape.side, entry[2]))
+    found: list[tuple[int, Candidate]] = []
+    for at, norm, across in _norms(shape.side, frame.norms, d):
+        for i, product, name in named:
+            if norm is not None and norm.at < product.at:
+                continue  # of the projection's input
             orders = (True, False) if tuple(product.lead) == (length, batch) and batch != length else (False, True)
-            for layout in layouts(shape, product.weight.shape[0], name):
-                for sequence_first in orders if batch > 1 and length > 1 else (False,):
-                    key = Key(name, layout.label, _label(norm, across), sequence_first)
-                    yield Candidate(key, product, layout, norm, across)
+            for rank, layout in enumerate(layouts(shape, product.weight.shape[0], name)):
+                whole = layout.heads * layout.size
+                if norm is not None and norm.size not in ((whole,) if across else (0, layout.size, whole)):
+                    continue
+                for late, sequence_first in enumerate(orders if batch > 1 and length > 1 else (False,)):
+                    key = Key(name, layout.label, i, at, across, sequence_first)
+                    rarity = rank + 4 * late + 8 * (at == len(frame.norms))  # a norm that nothing tells of comes last
+                    found.append((rarity, Candidate(key, product, layout, norm)))
+    return [candidate for _, candidate in sorted(found, key=lambda entry: entry[0])]
 
 
 def _name(product: Product, names: dict[int, str]) -> str:
@@ -188,17 +222,15 @@ def _unit(x: Tensor) -> Tensor:
     return F.normalize(x, dim=-1)
 
 
-def _norms(side: str, norms: list[Norm], d: int) -> list[tuple[Norm | None, bool]]:
-    """Norms that may stand between projection and product, and whether over all heads; queries are normed first."""
-    fitting = [norm for norm in norms if norm.size % d == 0]
+def _norms(side: str, norms: list[Norm], d: int) -> list[tuple[int, Norm | None, bool]]:
+    """Norms that may stand between projection and product, the place of each, and whether over all heads; queries are
+    normed first. One written out as a division by the length is in no place."""
+    fitting = [(at, norm) for at, norm in enumerate(norms) if norm.size % d == 0]
     if side == "k":
         fitting.reverse()
-    fitting.sort(key=lambda norm: norm.functional)
-    return [(norm, across) for norm in fitting for across in ((True, False) if norm.size > d else (False,))]
-
-
-def _label(norm: Norm | None, across: bool) -> str:
-    return "" if norm is None else f"{norm.label}{' across heads' if across else ''}"
+    fitting.sort(key=lambda entry: entry[1].functional)
+    found = [(at, norm, across) for at, norm in fitting for across in ((True, False) if norm.size > d else (False,))]
+    return [*found, (-1, None, False), (len(norms), Norm("normalize", _unit, d, True), False)]
 
 
 # --- what a candidate makes ---------------------------------------------------------------------------------------

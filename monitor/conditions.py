@@ -8,9 +8,9 @@
     product     = factor { ("*" | "/") factor }
     factor      = "-" factor | number | name | function "(" condition { "," condition } ")" | "(" condition ")"
 
-Numbers and truths are float64 arrays `[L, H]` (layers x heads; an axis of length 1 stands for all). A truth is 1, 0
-or NaN for unknown: a comparison with NaN is unknown, and `and or not` are Kleene's. Arithmetic is IEEE's: 1 / 0 is
-infinite. Functions of a head's own past (history.py) take in one value each time the condition is evaluated, so every
+Numbers and truths are float64 arrays `[L, H]` (layers x heads; an axis of length 1 stands for all). A comparison with
+NaN is unknown. Inside, a truth is 1, 0 or 0.5 for unknown: Kleene's `and or not` are then the minimum, the maximum
+and 1 - x. Arithmetic is IEEE's: 1 / 0 is infinite. Functions of a head's own past (history.py) take in one value each time the condition is evaluated, so every
 part is evaluated every time, also where the outcome is already clear.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from attnwatch.monitor.history import Array, Extreme, Window, first, mean, median, slope
 from attnwatch.monitor.sample import UsageError
+from attnwatch.monitor.state import State
 
 Values = Mapping[str, Array]
 
@@ -72,19 +73,9 @@ _COMPARISONS: dict[str, Callable[[Array, Array], NDArray[np.bool_]]] = {
     ">": operator.gt,
     ">=": operator.ge,
     "==": operator.eq,
-    "!=": operator.ne,
+    "!=": lambda a, b: (a < b) | (a > b),  # like the others false with NaN
 }
-
-
-def both(a: Array, b: Array) -> Array:
-    """Kleene's `and`: false beats unknown."""
-    return np.where((a == 0) | (b == 0), 0.0, a * b)
-
-
-def either(a: Array, b: Array) -> Array:
-    """Kleene's `or`: true beats unknown."""
-    return np.where((a == 1) | (b == 1), 1.0, a + b)
-
+_UNKNOWN = 0.5
 
 _EXTREMES: dict[str, Callable[[Array, Array], Array]] = {"start": first, "lowest": np.fmin, "highest": np.fmax}
 _WINDOWS: dict[str, Callable[[Array], Array]] = {"mean": mean, "median": median, "slope": slope}
@@ -107,17 +98,20 @@ class _Comparison:
 
     def __call__(self, values: Values) -> Array:
         left, right = self.sides = (self._left(values), self._right(values))
-        return np.where(np.isnan(left) | np.isnan(right), np.nan, self._compare(left, right))
+        return self._compare(left, right) + _UNKNOWN * (np.isnan(left) | np.isnan(right))
 
 
 class Condition:
     """A parsed condition together with what it remembers: one object for one stream of samples."""
 
-    def __init__(self, root: _Node, names: tuple[str, ...], first: _Comparison | None) -> None:
+    def __init__(
+        self, root: _Node, names: tuple[str, ...], first: _Comparison | None, pasts: Sequence[Extreme | Window]
+    ) -> None:
         self.names = names
         """The names it uses, in order of appearance."""
         self._run = root.run
         self._first = first
+        self._pasts = pasts
 
     def evaluate(self, values: Mapping[str, Array | float]) -> Array:
         """Truth `[L, H]` (1, 0, NaN), one axis or both 1 where no name differs along it. values: at least `names`.
@@ -126,7 +120,9 @@ class Condition:
         """
         arrays = {name: np.atleast_2d(np.asarray(values[name], dtype=np.float64)) for name in self.names}
         with np.errstate(all="ignore"):
-            return self._run(arrays)
+            truth = self._run(arrays)
+        np.putmask(truth, truth == _UNKNOWN, np.nan)
+        return truth
 
     def distance(self) -> Array:
         """How far the newest values are past the first comparison, `|left - right| / |right|`; 0 without one."""
@@ -135,6 +131,15 @@ class Condition:
         left, right = self._first.sides
         with np.errstate(all="ignore"):
             return np.asarray(np.abs(left - right) / np.where(right == 0, 1.0, np.abs(right)))
+
+    def state(self) -> list[State]:
+        """What it remembers of the past."""
+        return [past.state() for past in self._pasts]
+
+    def restore(self, states: Sequence[State]) -> None:
+        """Raises KeyError, TypeError or ValueError for what is no state of this condition."""
+        for past, state in zip(self._pasts, states, strict=True):
+            past.restore(state)
 
 
 def parse(text: str, names: Collection[str] | None) -> Condition:
@@ -146,7 +151,7 @@ def parse(text: str, names: Collection[str] | None) -> Condition:
     root = parser.truth(parser.disjunction())
     if parser.token.kind != "end":
         raise parser.expected("'and', 'or' or the end")
-    return Condition(root, tuple(parser.names), parser.first)
+    return Condition(root, tuple(parser.names), parser.first, parser.pasts)
 
 
 class _Token(NamedTuple):
@@ -190,6 +195,7 @@ class _Parser:
         self._depth = 0
         self.names: dict[str, None] = {}  # an ordered set
         self.first: _Comparison | None = None
+        self.pasts: list[Extreme | Window] = []
 
     @property
     def token(self) -> _Token:
@@ -226,10 +232,10 @@ class _Parser:
         return node
 
     def disjunction(self) -> _Node:
-        return self._chain(self.conjunction, self.truth, {"or": either})
+        return self._chain(self.conjunction, self.truth, {"or": np.maximum})
 
     def conjunction(self) -> _Node:
-        return self._chain(self.denial, self.truth, {"and": both})
+        return self._chain(self.denial, self.truth, {"and": np.minimum})
 
     def denial(self) -> _Node:
         start = self._take("not")
@@ -317,10 +323,11 @@ class _Parser:
         self._close("(")
         x = self.number(self._nested(self.disjunction)).run
         if name in _EXTREMES:
-            return self._call(token, x, Extreme(_EXTREMES[name]))
+            return self._call(token, x, self._remember(Extreme(_EXTREMES[name])))
         if name in _WINDOWS:
             self._close(",")
-            return self._call(token, x, Window(_WINDOWS[name], self._length(least=2 if name == "slope" else 1)))
+            window = Window(_WINDOWS[name], self._length(least=2 if name == "slope" else 1))
+            return self._call(token, x, self._remember(window))
         if name == "finite":
             return self._call(token, x, lambda x: np.isfinite(x).astype(np.float64))
         function = _POINTWISE[name]
@@ -330,6 +337,10 @@ class _Parser:
         y = self.number(self._nested(self.disjunction)).run
         self._close(")")
         return _Node(lambda values: function(x(values), y(values)), False, token.column)
+
+    def _remember(self, past: Extreme | Window) -> Extreme | Window:
+        self.pasts.append(past)
+        return past
 
     def _call(self, token: _Token, x: Callable[[Values], Array], function: Callable[[Array], Array]) -> _Node:
         self._close(")")

@@ -7,22 +7,24 @@ axis; they start with no past. What is not finite is not remembered.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attnwatch.monitor.sample import Metric, Sample
+from attnwatch.monitor.state import State, freeze, thaw
 
 Array = NDArray[np.float64]
 
 
-def _grown(state: Array, x: Array) -> Array:
-    """The state with rows and columns of NaN for the layers and heads that are new in x."""
-    rows, columns = (max(0, new - old) for new, old in zip(x.shape, state.shape[-2:], strict=True))
-    if not rows and not columns:
+def _grown(state: NDArray[Any], x: Array, blank: float = np.nan) -> NDArray[Any]:
+    """The state with rows and columns of `blank` for the layers and heads that are new in x."""
+    rows, columns = x.shape[0] - state.shape[-2], x.shape[1] - state.shape[-1]
+    if rows <= 0 and columns <= 0:
         return state
-    widths = [(0, 0)] * (state.ndim - 2) + [(0, rows), (0, columns)]
-    return np.pad(state, widths, constant_values=np.nan)
+    widths = [(0, 0)] * (state.ndim - 2) + [(0, max(0, rows)), (0, max(0, columns))]
+    return np.pad(state, widths, constant_values=blank)
 
 
 class Extreme:
@@ -30,11 +32,17 @@ class Extreme:
 
     def __init__(self, pick: Callable[[Array, Array], Array]) -> None:
         self._pick = pick
-        self._state = np.empty((0, 0))
+        self._state: Array = np.empty((0, 0))
 
     def __call__(self, x: Array) -> Array:
         self._state = self._pick(_grown(self._state, x), np.where(np.isfinite(x), x, np.nan))
         return self._state
+
+    def state(self) -> State:
+        return freeze(self._state)
+
+    def restore(self, state: State) -> None:
+        self._state = thaw(state)
 
 
 def first(state: Array, x: Array) -> Array:
@@ -46,21 +54,34 @@ class Window:
 
     def __init__(self, reduce: Callable[[Array], Array], n: int) -> None:
         self._reduce = reduce
-        self._ring = np.empty((n, 0, 0))  # a head's i-th finite value is at i % n
-        self._count = np.empty((0, 0))  # finite values the head had so far; float, so that it grows like the ring
+        self._ring: Array = np.empty((n, 0, 0))  # a head's i-th finite value is at i % n
+        self._count: NDArray[np.int64] = np.empty((0, 0), np.int64)  # finite values the head had so far
 
     def __call__(self, x: Array) -> Array:
         n = len(self._ring)
-        self._ring = _grown(self._ring, x)
-        count = np.nan_to_num(_grown(self._count, x)).astype(np.int64)
+        self._ring, count = _grown(self._ring, x), _grown(self._count, x, 0)
         finite = np.isfinite(x)
-        at = (count % n)[None]
-        np.put_along_axis(self._ring, at, np.where(finite, x, np.take_along_axis(self._ring, at, 0)[0])[None], 0)
-        count += finite
-        self._count = count.astype(np.float64)
-        oldest_first = (count + np.arange(n)[:, None, None]) % n
+        self._count = count + finite
+        if x.size and finite.all() and (count == count[0, 0]).all():  # the usual case: one place in the ring for all
+            at = int(count[0, 0]) % n
+            self._ring[at] = x
+            if count[0, 0] + 1 < n:
+                return np.full(x.shape, np.nan)
+            return self._reduce(np.concatenate((self._ring[at + 1 :], self._ring[: at + 1])))
+        place = (count % n)[None]
+        np.put_along_axis(self._ring, place, np.where(finite, x, np.take_along_axis(self._ring, place, 0)[0])[None], 0)
+        oldest_first = (self._count + np.arange(n)[:, None, None]) % n
         reduced = self._reduce(np.take_along_axis(self._ring, oldest_first, 0))
-        return np.where(finite & (count >= n), reduced, np.nan)
+        return np.where(finite & (self._count >= n), reduced, np.nan)
+
+    def state(self) -> State:
+        return {"ring": freeze(self._ring), "count": freeze(self._count)}
+
+    def restore(self, state: State) -> None:
+        ring, count = thaw(state["ring"]), thaw(state["count"])
+        if ring.shape != (len(self._ring), *count.shape):
+            raise ValueError(f"a window of shape {list(ring.shape)}")
+        self._ring, self._count = ring, count.astype(np.int64)
 
 
 def mean(window: Array) -> Array:
@@ -81,10 +102,12 @@ class Heads:
     """The newest numbers of every head, a row for each layer in the order in which layers were first seen."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._metrics = tuple(metrics)
+        self._metrics = tuple(metric.name for metric in metrics)
+        self._held = [index for index, metric in enumerate(metrics) if metric.merge == "last"]
         self._rows: dict[str, int] = {}
-        self._last: dict[str, Array] = {metric.name: np.empty((0, 0)) for metric in metrics if metric.merge == "last"}
-        self._ever = np.empty((0, 0))  # 1 for a head of which any number was ever measured, else NaN
+        self._last: Array = np.empty((len(self._held), 0, 0))  # of the held metrics, the last finite value of each head
+        self.exist = np.empty((0, 0), bool)
+        """`[L, H]`: of which heads any number was ever measured; the others are padding or uncovered."""
         self.values: dict[str, Array] = {}
         """`[L, H]` of each metric. Merge "last": the last finite one, where the head gave any number this time.
 
@@ -95,24 +118,41 @@ class Heads:
     def layers(self) -> list[str]:
         return list(self._rows)
 
-    @property
-    def exist(self) -> NDArray[np.bool_]:
-        """`[L, H]`: of which heads any number was ever measured; the others are padding or uncovered."""
-        return ~np.isnan(self._ever)
-
     def take(self, sample: Sample) -> None:
         for layer in sample.layers:
             self._rows.setdefault(layer, len(self._rows))
-        rows = [self._rows[layer] for layer in sample.layers]
-        width = sample.values.shape[2]
-        blank = np.full((len(self._rows), max(width, self._ever.shape[1])), np.nan)
-        for metric in self._metrics:
-            self.values[metric.name] = new = blank.copy()
-            if metric.name in sample.metrics:
-                new[rows, :width] = sample[metric.name]
-        present = ~np.isnan(list(self.values.values())).all(axis=0)
-        self._ever = np.where(present, 1.0, _grown(self._ever, blank))
-        for name, last in self._last.items():
-            new = self.values[name]
-            self._last[name] = np.where(np.isfinite(new), new, _grown(last, blank))
-            self.values[name] = np.where(present, self._last[name], np.nan)
+        new = self._placed(self._of(sample), [self._rows[layer] for layer in sample.layers])
+        present = ~np.isnan(new).all(axis=0)
+        self.exist = present | _grown(self.exist, new[0], False)
+        held = new[self._held]
+        self._last = _grown(self._last, new[0])
+        np.copyto(self._last, held, where=np.isfinite(held))
+        new[self._held] = self._last if present.all() else np.where(present, self._last, np.nan)
+        self.values = dict(zip(self._metrics, new, strict=True))
+
+    def _placed(self, values: NDArray[np.float32], rows: list[int]) -> Array:
+        """`[M, L, H]` with the layers of a sample in their rows; NaN in the others, and where layers are wider."""
+        width = max(values.shape[2], self.exist.shape[1])
+        if rows == list(range(len(self._rows))) and width == values.shape[2]:
+            return values.astype(np.float64)
+        new = np.full((len(self._metrics), len(self._rows), width), np.nan)
+        new[:, rows, : values.shape[2]] = values
+        return new
+
+    def _of(self, sample: Sample) -> NDArray[np.float32]:
+        """`[M, L, H]` of our metrics, NaN where the sample has none of that name."""
+        if sample.metrics == self._metrics:
+            return sample.values
+        known = dict(zip(sample.metrics, sample.values, strict=True))
+        missing = np.full(sample.values.shape[1:], np.nan, np.float32)
+        return np.stack([known.get(name, missing) for name in self._metrics])
+
+    def state(self) -> State:
+        return {"layers": self.layers, "last": freeze(self._last), "exist": freeze(self.exist)}
+
+    def restore(self, state: State) -> None:
+        last, exist = thaw(state["last"]), thaw(state["exist"]) == 1
+        if last.shape != (len(self._held), *exist.shape) or len(exist) != len(state["layers"]):
+            raise ValueError(f"{len(state['layers'])} layers with values of shape {list(last.shape)}")
+        self._rows = {str(layer): row for row, layer in enumerate(state["layers"])}
+        self._last, self.exist = last, exist

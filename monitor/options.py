@@ -32,12 +32,18 @@ class Options:
     prometheus: int | None
     stop_on: str | None
     optimizer: str | None
+    compiled: str
+    context: int | None
 
     def __post_init__(self) -> None:
+        if self.compiled not in ("eager", "graph"):
+            raise UsageError(f'expected compiled to be "eager" or "graph", found {self.compiled!r}')
         for name in ("every", "spectrum_every", "rows", "sequences"):
             value = getattr(self, name)
             if not (name == "rows" and value is None) and (type(value) is not int or value < 1):
                 raise UsageError(f"expected {name} to be a whole number of at least 1, found {value!r}")
+        if self.context is not None and (type(self.context) is not int or self.context < 2):
+            raise UsageError(f"expected context to be a whole number of at least 2 keys, found {self.context!r}")
         if self.stop_on is not None and self.stop_on not in SEVERITIES:
             raise UsageError(f"expected stop_on to be one of {', '.join(SEVERITIES)}, found {self.stop_on!r}")
 

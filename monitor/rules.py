@@ -6,8 +6,9 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from attnwatch.monitor.alerts import SEVERITIES, Alert
 from attnwatch.monitor.conditions import Condition, closest, parse
 from attnwatch.monitor.history import Array, Heads
 from attnwatch.monitor.sample import SCALARS, Coverage, Metric, Sample, UsageError
+from attnwatch.monitor.state import State, freeze_alert, freeze_numbers, thaw_alert, thaw_numbers
 from attnwatch.monitor.verdicts import Watch
 
 SCOPES = ("head", "layer", "model")
@@ -114,10 +116,16 @@ def load_rules(source: str | os.PathLike[str] | None = None) -> tuple[Rule, ...]
         found = ", ".join(map(repr, content))[:80] or "nothing"
         raise UsageError(f"{path}: expected [[rule]] tables and nothing else at the top, found {found}")
     try:
-        rules = tuple(_rule(number, table) for number, table in enumerate(tables, 1))
-        _must_differ(rules)
+        rules = parse_rules(tables)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
+    return rules
+
+
+def parse_rules(tables: Iterable[Mapping[str, object]]) -> tuple[Rule, ...]:
+    """Rules from plain data, as a TOML file or run.json has it. Raises UsageError with rule and key."""
+    rules = tuple(_rule(number, table) for number, table in enumerate(tables, 1))
+    _must_differ(rules)
     return rules
 
 
@@ -148,11 +156,13 @@ class Engine:
     def __init__(self, rules: Sequence[Rule], metrics: Sequence[Metric]) -> None:
         """Raises UsageError with rule, key and, for a wrong name in a condition, column and the names that exist."""
         _must_differ(rules)
+        self._rules, self._metrics = tuple(rules), tuple(metrics)
         of_a_head = [*(metric.name for metric in metrics), *LAYER_FACTS]
         self._watches = [Watch(rule, of_a_head, [*SAMPLE_FACTS, *SCALARS]) for rule in rules]
         self._heads = Heads(metrics)
         self._scalars: dict[str, float] = {}
         self._alerts: dict[tuple[str, str, int], Alert] = {}
+        self._facts: tuple[object, dict[str, Array]] = (None, {})  # of which layers and coverage, and what they are
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
@@ -165,16 +175,58 @@ class Engine:
         """Takes in one sample; the alerts whose state changed. scalars: the last known ones."""
         self._scalars |= scalars
         self._heads.take(sample)
-        values = self._heads.values | _layer_facts(self._heads.layers, coverage) | _sample_facts(coverage)
+        values = self._heads.values | self._facts_of(coverage)
         watches = [watch for watch in self._watches if not watch.scalars_only]
         return self._ask(watches, sample.step, values)
 
     def on_scalars(self, step: int, scalars: Mapping[str, float]) -> tuple[Alert, ...]:
         """Takes in what a step passed: asks the rules that name scalars only, and one of these."""
         self._scalars |= scalars
-        passed = set(scalars)
-        watches = [w for w in self._watches if w.scalars_only and passed & {_scalar(name) for name in w.names}]
+        passed = scalars.keys()
+        watches = [w for w in self._watches if w.scalars_only and not w.scalars.isdisjoint(passed)]
         return self._ask(watches, step, {})
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The newest value of each."""
+        return dict(self._scalars)
+
+    def state_dict(self) -> State:
+        """All that it remembers, as plain data, with the rules and metrics that it is about."""
+        return {
+            "rules": [asdict(rule) for rule in self._rules],
+            "metrics": [{"name": metric.name, "merge": metric.merge} for metric in self._metrics],
+            "heads": self._heads.state(),
+            "scalars": freeze_numbers(self._scalars),
+            "alerts": [freeze_alert(alert) for alert in self.alerts],
+            "watches": [watch.state() for watch in self._watches],
+        }
+
+    def resumed(self, state: Mapping[str, Any]) -> Engine:
+        """An engine of the same rules and metrics that goes on from a state. Raises UsageError, and says what differs."""
+        engine = Engine(self._rules, self._metrics)
+        fresh = engine.state_dict()
+        try:
+            for kind in ("rules", "metrics"):
+                _must_agree(kind, state[kind], fresh[kind])
+            engine._heads.restore(state["heads"])
+            engine._scalars = thaw_numbers(state["scalars"])
+            alerts = [thaw_alert(alert) for alert in state["alerts"]]
+            engine._alerts = {(alert.rule, alert.place, alert.pending_step): alert for alert in alerts}
+            for watch, remembered in zip(engine._watches, state["watches"], strict=True):
+                watch.restore(remembered)
+        except UsageError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            found = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            raise UsageError(f"expected what state_dict() gave, found a state that cannot be read ({found})") from None
+        return engine
+
+    def _facts_of(self, coverage: Sequence[Coverage]) -> dict[str, Array]:
+        known = (tuple(coverage), len(self._heads.layers))
+        if known != self._facts[0]:
+            self._facts = known, _layer_facts(self._heads.layers, coverage) | _sample_facts(coverage)
+        return self._facts[1]
 
     def _ask(self, watches: Sequence[Watch], step: int, values: Mapping[str, Array]) -> tuple[Alert, ...]:
         changed = []
@@ -187,6 +239,22 @@ class Engine:
             if alert.state == "resolved" and alert.fired_step is None:
                 del self._alerts[key]
         return tuple(changed)
+
+
+def _must_agree(kind: str, saved: Sequence[Mapping[str, object]], ours: Sequence[Mapping[str, object]]) -> None:
+    """Raises UsageError that names the rules or metrics in which a state and an engine differ."""
+    if list(saved) == list(ours):
+        return
+    then, now = ({str(each["name"]): each for each in side} for side in (saved, ours))
+    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    said = [
+        f"{name} ({'changed' if name in then and name in now else 'not in ' + ('it' if name in now else 'these')})"
+        for name in names
+    ]
+    raise UsageError(
+        f"expected a state of these {kind}, found one that differs in {', '.join(said[:8]) or 'their order'}; "
+        "watch with those that it was saved with, or go on without it"
+    )
 
 
 def _scalar(name: str) -> str:

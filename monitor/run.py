@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from os import PathLike
 from pathlib import Path
@@ -30,8 +31,10 @@ class Run:
     path: the directory. header: run.json as it stands. rules: as plain dicts. ended: whether it was closed in order.
     metrics, layers (names) and heads (the widest layer's): the axes of `metric`. steps, times (unix seconds), seconds
     (cost of the sample): `[S]`, in order of step; where a step was recorded twice the later record counts.
-    alerts: the newest state of each, oldest first. coverage: the newest of each layer. problems: those the run
-    recorded, then what could not be read (`where` is the file, `step` the last one read before it).
+    alerts: the newest state of each, oldest first. coverage: the newest of each layer; coverages: all of it, each with
+    the step from which it held. unmeasured: steps at which a sample was to be taken and gave nothing. resumed: the state
+    of the rule engine with which the run began, None for a fresh one. problems: those the run recorded, then what could
+    not be read (`where` is the file, `step` the last one read before it).
     """
 
     steps: NDArray[np.int64]
@@ -39,6 +42,9 @@ class Run:
     seconds: NDArray[np.float32]
     alerts: tuple[Alert, ...]
     coverage: tuple[Coverage, ...]
+    coverages: tuple[tuple[int, tuple[Coverage, ...]], ...]
+    unmeasured: tuple[int, ...]
+    resumed: dict[str, Any] | None
     ended: bool
 
     def __init__(self, path: Path, header: dict[str, Any], numbers: list[int]) -> None:
@@ -94,6 +100,14 @@ class Run:
             step, time, seconds = int(record["step"]), float(record["time"]), float(record["seconds"])
             yield Sample(step, time, metrics, layout.layers, np.array(record["values"], np.float32), seconds)
 
+    def iter_scalars(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Step and numbers of each line that was there when the run was opened, in the order they were recorded."""
+        for number, line in self._lines(SCALARS):
+            if number > self._scalar_lines:
+                return
+            with suppress(KeyError, TypeError, ValueError, OverflowError):  # named in `problems`
+                yield _scalars(line)
+
     def _read_segments(self, numbers: list[int], layouts: list[Layout]) -> Iterator[Segment]:
         step = 0
         for before, number in zip([0, *numbers], numbers, strict=False):
@@ -133,11 +147,11 @@ class Run:
 
     def _read_scalars(self) -> None:
         columns: dict[str, tuple[list[int], list[float]]] = {}
-        step = 0
+        self._scalar_lines = step = 0
         for number, line in self._lines(SCALARS):
+            self._scalar_lines = number
             try:
-                numbers = {name: float(value) for name, value in line.items() if name != "step"}
-                step = int(np.int64(line["step"]))
+                step, numbers = _scalars(line)
             except (KeyError, TypeError, ValueError, OverflowError):
                 self._cannot_read(SCALARS, f"line {number} is no step with its numbers, left out", step)
                 continue
@@ -152,7 +166,9 @@ class Run:
     def _read_events(self) -> None:
         alerts: dict[tuple[str, str, int], Alert] = {}
         coverage: dict[str, Coverage] = {}
-        self.ended = False
+        coverages: list[tuple[int, tuple[Coverage, ...]]] = []
+        unmeasured: list[int] = []
+        self.ended, self.resumed = False, None
         step = 0
         for number, line in self._lines(EVENTS):
             try:
@@ -162,8 +178,13 @@ class Run:
                         alert = _alert(line)
                         alerts[alert.rule, alert.place, alert.pending_step] = alert
                     case "coverage":
-                        layers = [_plain(Coverage, layer) for layer in line["layers"]]
+                        layers = tuple(_plain(Coverage, layer) for layer in line["layers"])
+                        coverages.append((step, layers))
                         coverage.update((layer.name, layer) for layer in layers)
+                    case "unmeasured":
+                        unmeasured.append(step)
+                    case "resumed":
+                        self.resumed = dict(line["state"])
                     case "problem":
                         self._reported.append(_plain(Problem, line))
                     case "end":
@@ -171,6 +192,7 @@ class Run:
             except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
                 self._cannot_read(EVENTS, f"line {number} is no event that this version knows, left out", step)
         self.alerts, self.coverage = tuple(alerts.values()), tuple(coverage.values())
+        self.coverages, self.unmeasured = tuple(coverages), tuple(unmeasured)
 
     def _lines(self, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
         """Number and content of each whole line. What follows the last newline is still being written."""
@@ -249,6 +271,11 @@ def _newest(steps: NDArray[np.int64]) -> NDArray[np.int64]:
     """Index of the last record of each step, in order of step."""
     _, from_the_end = np.unique(steps[::-1], return_index=True)
     return (len(steps) - 1 - from_the_end).astype(np.int64)
+
+
+def _scalars(line: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    numbers = {name: float(value) for name, value in line.items() if name != "step"}
+    return int(np.int64(line["step"])), numbers
 
 
 def _alert(line: Mapping[str, Any]) -> Alert:

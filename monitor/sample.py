@@ -24,7 +24,7 @@ class UsageError(ValueError):
 class Metric:
     """What one number of a head means. `merge` says how two measurements of one head become one.
 
-    merge: "mean" (row-weighted), "max", "sum" (count), or "last" (from the weights: known until measured again).
+    merge: "mean" (row-weighted), "max", "min", "sum" (count), or "last" (from the weights: known until measured again).
     """
 
     name: str

@@ -53,6 +53,8 @@ def watch(
     outputs: Sequence[Output] = (),
     prometheus: int | None = None,
     report: bool = True,
+    compiled: str = "eager",
+    context: int | None = None,
     stop_on: str | None = None,
 ) -> Monitor:
     """Watch the attention of a model while it trains. Attach before the first step; training is not changed.
@@ -65,6 +67,13 @@ def watch(
     rules: a TOML file or a list of `Rule`; None: the default rules (`attnwatch rules` prints them).
     outputs: more objects with `write(update)` and `close()`. prometheus: a port on 127.0.0.1, 0 picks one.
     report: write `report.html` and `summary.json` into the run at `close()`.
+    compiled: how to see into torch.compile. "eager": sampled steps run eagerly (their rounding too), the compiled graphs
+        are kept and used between them. "graph": an operator stands in the graphs that inductor compiles from now on
+        (what was compiled before is compiled anew); every step runs compiled, with the same bits as unwatched. It sees
+        fused attention in training; not attention by hand, flex_attention, dropout in attention on a CPU, `observe`,
+        other backends, parts that run eagerly: these are named as problems. The compiler's stance and passes are the
+        process's: other models compiled meanwhile are affected likewise, and are as before after `close()`.
+    context: a longer context, in keys, that the model is meant for later: `forecast_sharpness` is measured for it.
     stop_on: "info", "warning" or "critical": `monitor.step` raises `TrainingStopped` when such an alert fires.
 
     Raises UsageError, one line, for a model without attention, a wrong option or rule, a port in use, a run
@@ -89,7 +98,13 @@ def watch(
         prometheus=prometheus,
         stop_on=stop_on,
         optimizer=type(optimizer).__name__ if optimizer else None,
+        compiled=compiled,
+        context=context,
     )
+    try:
+        probe = Probe(model, rows, sequences, graph=compiled == "graph", context=context)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     metrics = tuple(Metric(*metric) for metric in METRICS)
     engine = Engine(chosen, metrics)
     facts = {"model": type(model).__name__, "parameters": sum(x.numel() for x in model.parameters())}
@@ -102,7 +117,7 @@ def watch(
             server.close()
         raise
     told: list[Output] = [LogOutput(), *([server] if server else []), *outputs]
-    return Monitor(Probe(model, rows, sequences), Journal(writer, told), engine, metrics, options, optimizer, report)
+    return Monitor(probe, Journal(writer, told), engine, metrics, options, optimizer, report)
 
 
 class Monitor:
@@ -200,7 +215,7 @@ class Monitor:
         atexit.unregister(self._at_exit)
         if self._counter is not None:
             self._counter.remove()
-        self._journal.safely("hooks", self._probe.disarm)
+        self._journal.safely("hooks", self._probe.close)
         del self._probe  # and with it the model
         self._journal.safely("monitor", self._flush)
         end = {"time": time.time(), "samples": self._samples, "seconds": self._seconds}

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from attnwatch.monitor.alerts import Alert, Life, Wording, advance
 from attnwatch.monitor.history import Array, Heads
 from attnwatch.monitor.sample import SCALARS, UsageError
+from attnwatch.monitor.state import State, freeze_alert, thaw_alert
 
 if TYPE_CHECKING:
     from attnwatch.monitor.rules import Rule
@@ -23,6 +24,7 @@ _MOST_HEADS = 8  # that one alert names
 _Place = tuple[int, int]
 """Where a share is counted: an index into `[1, 1]` (scope model), `[L, 1]` (layer) or `[L, H]` (head)."""
 _AXES: dict[str, tuple[int, ...]] = {"model": (0, 1), "layer": (1,), "head": ()}
+_ONE = np.ones((1, 1), dtype=bool)
 _BEYOND: _Place = (-1, -1)  # stands for all places beyond the most that are named one by one
 
 
@@ -35,12 +37,11 @@ class _Tally(NamedTuple):
     met: NDArray[np.bool_]
 
 
-def _tally(truth: Array, exempt: NDArray[np.bool_], exist: NDArray[np.bool_], rule: Rule) -> _Tally:
-    bad = (truth == 1) & ~exempt & exist
-    count = bad.sum(axis=_AXES[rule.scope], keepdims=True)
-    known = (~np.isnan(truth) & exist).sum(axis=_AXES[rule.scope], keepdims=True)
-    share = count / np.maximum(known, 1)
-    return _Tally(bad, known, share, (count > 0) & (share >= rule.share))
+def _tally(bad: NDArray[np.bool_], known: NDArray[np.bool_], rule: Rule) -> _Tally:
+    axes = _AXES[rule.scope]
+    count, of = bad.sum(axis=axes, keepdims=True), known.sum(axis=axes, keepdims=True)
+    share = count / np.maximum(of, 1)
+    return _Tally(bad, of, share, (count > 0) & (share >= rule.share))
 
 
 class Watch:
@@ -52,6 +53,7 @@ class Watch:
         self._conditions = rule.conditions([*of_a_head, *of_the_model])
         self.names = tuple(dict.fromkeys(name for c in self._conditions.values() for name in c.names))
         self.scalars_only = all(name in SCALARS or name.startswith("scalar.") for name in self.names)
+        self.scalars = frozenset(name.removeprefix("scalar.") for name in self.names)
         self._per_head = not set(self.names).isdisjoint(of_a_head)
         if not self.names:
             raise rule.wrong("when", f"expected the name of something measured, found {rule.when[:40]!r}")
@@ -70,12 +72,25 @@ class Watch:
 
     def ask(self, step: int, values: Mapping[str, Array | float], heads: Heads) -> list[Alert]:
         """Takes in one sample (or the scalars of one step); the alerts whose state changed."""
-        rule, exist = self.rule, heads.exist if self._per_head else np.ones((1, 1), dtype=bool)
-        unknown = np.full(exist.shape, np.nan)
         truths = {key: condition.evaluate(values) for key, condition in self._conditions.items()}
-        exempt = truths.get("unless", unknown) == 1
-        when = _tally(truths["when"], exempt, exist, rule)
-        once = _tally(truths.get("at_once", unknown), exempt, exist, rule)
+        exist = heads.exist if self._per_head else _ONE
+        counting = exist if "unless" not in truths else exist & (truths["unless"] != 1)
+        bad = {key: (truths[key] == 1) & counting for key in ("when", "at_once") if key in truths}
+        if not self._lives and not any(each.any() for each in bad.values()):
+            return []
+        tallies = {key: _tally(bad[key], ~np.isnan(truths[key]) & exist, self.rule) for key in bad}
+        return self._judge(step, tallies["when"], tallies.get("at_once"), values, heads.layers)
+
+    def _judge(
+        self,
+        step: int,
+        when: _Tally,
+        once: _Tally | None,
+        values: Mapping[str, Array | float],
+        layers: Sequence[str],
+    ) -> list[Alert]:
+        none = np.zeros_like(when.bad)
+        once = once or _tally(none, none, self.rule)
         # Per place, what carries its verdict: at_once where that is met, else when.
         met, bad, share = (
             when.met | once.met,
@@ -87,10 +102,10 @@ class Watch:
             here = np.zeros_like(met)
             for place in places:
                 here[place] = True
-            return self._record(step, pending_step, float(share[places[0]]), bad & here, values, heads.layers)
+            return self._record(step, pending_step, float(share[places[0]]), bad & here, values, layers)
 
         def see_beyond(places: Sequence[_Place], pending_step: int) -> Alert:
-            summary = f"{len(places)} more places than the {_MOST_ALERTS} named one by one: {rule.when}"
+            summary = f"{len(places)} more places than the {_MOST_ALERTS} named one by one: {self.rule.when}"
             share = len(places) / np.count_nonzero(when.known + once.known)
             return replace(see(places, pending_step), place="model", share=share, summary=summary)
 
@@ -104,6 +119,22 @@ class Watch:
             at_once = any(once.met[place] for place in beyond)
             changed += self._advance(_BEYOND, verdict, step, at_once, partial(see_beyond, beyond))
         return changed
+
+    def state(self) -> State:
+        """What its conditions remember, and the lives of its alerts."""
+        lives = [
+            {"at": list(place), "streak": life.streak, "alert": freeze_alert(life.alert)}
+            for place, life in self._lives.items()
+        ]
+        return {"past": {key: condition.state() for key, condition in self._conditions.items()}, "lives": lives}
+
+    def restore(self, state: State) -> None:
+        """Raises KeyError, TypeError or ValueError for what is no state of this rule."""
+        for key, condition in self._conditions.items():
+            condition.restore(state["past"][key])
+        for life in state["lives"]:
+            row, column = life["at"]
+            self._lives[int(row), int(column)] = Life(thaw_alert(life["alert"]), int(life["streak"]))
 
     def _places(self, met: NDArray[np.bool_]) -> tuple[list[_Place], list[_Place]]:
         """Those with an alert or about to have one, and those met for which there is no room."""

@@ -9,10 +9,11 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
+from attnwatch.monitor.leads import SEEN_APART
 from attnwatch.reports import charts, heat
 from attnwatch.reports.charts import Scale, number
 from attnwatch.reports.panels import median, sparkline, thresholds
-from attnwatch.reports.summary import SEEN_APART, fired, main_alert, onset
+from attnwatch.reports.summary import fired, main_alert, onset
 from attnwatch.reports.words import UNIT_INTERVAL
 
 if TYPE_CHECKING:

@@ -1,10 +1,4 @@
-"""What a run amounts to: one verdict, and how many steps before the loss diverged an alert stood.
-
-The lead of a rule is the onset of divergence (the first step of the streak that made `loss_divergence` fire) minus
-the step at which the rule's alert fired. Onset and firing are the unfavourable ends of both, so a lead is never
-flattered by the waiting that the rules themselves do. An alert that had resolved before the onset predicts nothing
-and has no lead. Zero or less: the alert came no earlier than the loss.
-"""
+"""What a run amounts to: one verdict. What a lead is stands in monitor/leads.py."""
 
 from __future__ import annotations
 
@@ -18,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attnwatch.monitor import leads as measured
+from attnwatch.monitor.leads import DIVERGENCE, SEEN_APART
+
 if TYPE_CHECKING:
     from attnwatch.monitor.alerts import Alert
     from attnwatch.monitor.run import Run
 
-DIVERGENCE = "loss_divergence"
 COLLAPSE = ("sparse_low_rank", "entropy_collapse")
-SEEN_APART = (DIVERGENCE, "uncovered_layers")
-"""Rules that are no news of the attention: the verdict names divergence and coverage in its own words."""
 
 
 def summarize(run: Run) -> dict[str, Any]:
@@ -58,8 +52,7 @@ def write_summary(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
 
 def fired(run: Run, *severities: str) -> list[Alert]:
     """Alerts that fired, first one first; only of these severities when some are given."""
-    found = [a for a in run.alerts if a.fired_step is not None and (not severities or a.severity in severities)]
-    return sorted(found, key=lambda alert: (alert.fired_step or 0, alert.pending_step))
+    return measured.fired(run.alerts, *severities)
 
 
 def main_alert(run: Run) -> Alert | None:
@@ -73,18 +66,12 @@ def main_alert(run: Run) -> Alert | None:
 
 def onset(run: Run) -> int | None:
     """First step of the streak that made `loss_divergence` fire; None when it never did."""
-    return min((alert.pending_step for alert in fired(run) if alert.rule == DIVERGENCE), default=None)
+    return measured.onset(run.alerts)
 
 
 def leads(run: Run) -> dict[str, int]:
     """Steps between each collapse rule's first alert still standing at the onset of divergence, and that onset."""
-    start = onset(run)
-    found: dict[str, int] = {}
-    for alert in fired(run, "warning", "critical") if start is not None else ():
-        stands = alert.resolved_step is None or start is None or alert.resolved_step >= start
-        if alert.rule in COLLAPSE and stands and start is not None and alert.fired_step is not None:
-            found.setdefault(alert.rule, start - alert.fired_step)
-    return found
+    return measured.leads(run.alerts, onset(run), COLLAPSE)
 
 
 def lead(run: Run) -> int | None:

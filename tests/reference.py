@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -69,9 +70,14 @@ def attention_statistics(
     sinks: Tensor | None = None,
     sequences: list[int] | None = None,
     rows: list[int] | None = None,
+    context: int | None = None,
+    dtype: torch.dtype | None = None,
     **call: Any,
 ) -> dict[str, list[float]]:
     """Every statistic, one value a head, of these rows of these sequences."""
+    given = call.get("scores") if q is None else q
+    assert given is not None
+    dtype = given.dtype if dtype is None else dtype
     with np.errstate(invalid="ignore", over="ignore"):
         s, visible = logits_and_visibility(q, k, **call)
     batch, heads, queries, _ = s.shape
@@ -81,6 +87,11 @@ def attention_statistics(
     for h in range(heads):
         sink = None if sinks is None else float(sinks[h])
         parts = [_sequence(s[b, h], visible[b, h], rows, sink) for b in sequences]
+        for b, part in zip(sequences, parts, strict=True):
+            pair = None
+            if q is not None and k is not None:
+                pair = tuple(x.detach().double().numpy() for x in (q[b, h], k[b, h // (heads // k.shape[1])]))
+            part.update(_top_keys(s[b, h], visible[b, h], rows, context, dtype, pair))
         maxima, sums = {}, {}
         for b, part in zip(sequences, parts, strict=True):
             part["query_norm_max"] = part["key_norm_max"] = -np.inf
@@ -98,13 +109,45 @@ def attention_statistics(
         sums["nonfinite"] = sum(part["nonfinite"] for part in parts)
         means = {}
         for name in parts[0]:
-            if name in maxima or name in sums or name == "rows":
+            if name in maxima or name in sums or name in ("rows", "outlier_rows"):
                 continue
-            known = [(part[name], part["rows"]) for part in parts if part["rows"] and not np.isnan(part[name])]
+            counted = "outlier_rows" if name == "outlier_share" else "rows"
+            known = [(part[name], part[counted]) for part in parts if part[counted] and not np.isnan(part[name])]
             weight = sum(w for _, w in known)
             means[name] = sum(v * w for v, w in known) / weight if weight else np.nan
-        by_head.append({**means, **maxima, **sums})
+        clip = {"qk_clip_factor": 1.0 if maxima["logit_max"] <= 100 else 100 / maxima["logit_max"]}
+        by_head.append({**means, **maxima, **sums, **clip})
     return {name: [float(head[name]) for head in by_head] for name in by_head[0]}
+
+
+def _full(s: Array, visible: NDArray[np.bool_], rows: list[int]) -> list[int]:
+    """The full rows whose logits are all finite."""
+    count = visible.sum(1)
+    return [i for i in rows if count[i] >= max(2, count.max() / 2) and np.isfinite(s[i, visible[i]]).all()]
+
+
+def _top_keys(
+    s: Array,
+    visible: NDArray[np.bool_],
+    rows: list[int],
+    context: int | None,
+    dtype: torch.dtype,
+    pair: tuple[Array, ...] | None,
+) -> dict[str, float]:
+    """What the largest logits of the full rows tell; `pair`: q `[Tq, d]` and k `[Tk, d]`."""
+    sharp, tied, outlier = [], [], []
+    for i in _full(s, visible, rows):
+        row = s[i, visible[i]]
+        sharp.append(np.nan if context is None else min(1.0, np.exp(min(row.max() - row.min(), 700)) / context))
+        rounded = torch.tensor(row).float().to(dtype)
+        tied.append(int((rounded == rounded.max()).sum()) > 1)  # the maximum is there more than once
+        if pair is not None:
+            top = np.flatnonzero(visible[i])[row.argmax()]
+            sizes = [abs(x * y) for x, y in zip(pair[0][i], pair[1][top], strict=True)]
+            outlier += [max(sizes) / sum(sizes)] if sum(sizes) else []
+    means = [float(np.mean(values)) if values else np.nan for values in (sharp, tied, outlier)]
+    names = ("forecast_sharpness", "tied_rows", "outlier_share")
+    return {**dict(zip(names, means, strict=True)), "outlier_rows": float(len(outlier))}
 
 
 def _sequence(s: Array, visible: NDArray[np.bool_], rows: list[int], sink: float | None) -> dict[str, float]:
@@ -114,7 +157,7 @@ def _sequence(s: Array, visible: NDArray[np.bool_], rows: list[int], sink: float
     every = np.concatenate(seen) if seen else np.empty(0)
     bad = np.isnan(every) | (every == np.inf)
     numbers = every[~np.isnan(every)]
-    full = [i for i in rows if count[i] >= max(2, count.max() / 2) and np.isfinite(s[i, visible[i]]).all()]
+    full = _full(s, visible, rows)
     out = {
         "logit_max": float(numbers.max()) if len(numbers) else -np.inf,
         "nonfinite": float(bad.sum()),
@@ -200,6 +243,7 @@ def spectrum(w_q: Array, w_k: Array) -> dict[str, list[float]]:
             "qk_rank_ratio": rank / (d * (1 + d / in_q) ** -0.6 * (1 + d / in_k) ** -0.6),
             "wq_sigma_max": np.linalg.norm(w_q[h], 2),
             "wk_sigma_max": np.linalg.norm(w_k[h], 2),
+            "qk_sigma_bound": np.linalg.norm(w_q[h], 2) * np.linalg.norm(w_k[h], 2),
             "layer_energy_top10": (layer[:10] ** 2).sum() / (layer**2).sum(),
             "layer_directions_90": _directions(layer**2),
         }

@@ -26,12 +26,13 @@ from tests.models import (
     parts,
     sampled,
     separate,
+    step,
     tokens,
     values_of,
 )
 from torch import Tensor, nn
 
-from attnwatch.hooks.probe import Reading
+from attnwatch.hooks.probe import Probe, Reading
 
 GENERATOR = torch.Generator().manual_seed(8)
 
@@ -230,6 +231,51 @@ def test_a_norm_of_the_input_is_no_query_key_norm() -> None:
     assert np.isnan(values_of(reading)["logit_bound"]).all()
     q, k, _ = weights.project(norm(tokens()).detach())
     assert_statistics(reading, q, k, causal=True)
+
+
+def test_many_norms_in_one_layer() -> None:
+    """Of the input, of queries, keys and values, all of one kind and one width: told apart by the vectors they make."""
+
+    def split(layer: Any, x: Tensor) -> Heads:
+        x = layer.norm(x)
+        q, k, v = layer.q_norm(layer.q_proj(x)), layer.k_norm(layer.k_proj(x)), layer.v_norm(layer.v_proj(x))
+        q, k, v = (y.unflatten(-1, (-1, D)).transpose(1, 2) for y in (q, k, v))
+        return q, k, v
+
+    modules = {name: perturbed(nn.RMSNorm(E)) for name in ("norm", "q_norm", "k_norm", "v_norm")}
+    weights = parts()
+    model = Model(Mixer(weights, causal, split, modules)).train()
+    probe = Probe(model, rows=None)
+    reading = [step(probe, model, tokens()) for _ in range(2)][-1]
+    assert not probe.due
+    g_q, g_k = (modules[name].weight.detach().unflatten(0, (H, D)) for name in ("q_norm", "k_norm"))
+    assert layer_of(reading).qk_norm == "rms across heads"
+    assert_spectrum(reading, weights.q * g_q[..., None], weights.k * g_k[..., None])
+    assert_bound(reading, D**0.5 * H * g_q.max() * g_k.max())
+
+
+def test_a_norm_of_the_input_and_many_possible_layouts() -> None:
+    """Many heads, keys repeated by the model: the right one is found among all that could be."""
+    heads, kv, d = 16, 4, 2
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = perturbed(nn.LayerNorm(heads * d), "weight")
+            self.to_qkv = nn.Linear(heads * d, (heads + 2 * kv) * d, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.to_qkv(self.norm(x)).split((heads * d, kv * d, kv * d), -1)
+            q, k, v = (y.unflatten(-1, (-1, d)).transpose(1, 2) for y in (q, k, v))
+            k, v = (y.repeat_interleave(heads // kv, dim=1) for y in (k, v))
+            return causal(q, k, v).transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    model = Wide()
+    reading = sampled(model, tokens(B, T, heads * d))
+    w_q, w_k, _ = model.to_qkv.weight.detach().unflatten(0, (-1, d)).split((heads, kv, kv))
+    assert_spectrum(reading, w_q, w_k, "Wide")
+    assert layer_of(reading, "Wide").kv_heads == kv
 
 
 def test_queries_alone_are_normed() -> None:

@@ -101,7 +101,7 @@ def test_scale_of_the_weights_only_scales_the_norms() -> None:
     for factor in (1e-15, 1e15):
         scaled = qk_statistics(factor * w_q, factor * w_k, heads=2)
         for name in NAMES:
-            power = {"qk_sigma_max": 2, "wq_sigma_max": 1, "wk_sigma_max": 1}.get(name, 0)
+            power = {"qk_sigma_max": 2, "qk_sigma_bound": 2, "wq_sigma_max": 1, "wk_sigma_max": 1}.get(name, 0)
             torch.testing.assert_close(scaled[name], plain[name] * factor**power, rtol=1e-4, atol=0, msg=name)
 
 
@@ -110,7 +110,8 @@ def test_weights_of_zeros_have_norms_but_no_shares() -> None:
     assert found["qk_sigma_max"].tolist() == [0, 0]
     assert found["wq_sigma_max"].tolist() == [0, 0]
     assert (found["wk_sigma_max"] > 0).all()
-    for name in NAMES[1:6] + NAMES[8:]:
+    assert found["qk_sigma_bound"].tolist() == [0, 0]
+    for name in NAMES[1:6] + NAMES[9:]:
         assert found[name].isnan().all(), name
 
 
@@ -121,7 +122,7 @@ def test_a_bad_weight_makes_its_own_head_unknown(poison: float) -> None:
     good = qk_statistics(w_q, w_k, heads=4, kv_heads=2)
     w_k[5, 3] = poison
     bad = qk_statistics(w_q, w_k, heads=4, kv_heads=2)
-    for name in NAMES[:8]:
+    for name in NAMES[:9]:
         unknown = [False] * 4 if name == "wq_sigma_max" else [False, False, True, True]
         assert bad[name].isnan().tolist() == unknown, name
         torch.testing.assert_close(bad[name][:2], good[name][:2], rtol=1e-5, atol=0)

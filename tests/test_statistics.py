@@ -49,6 +49,7 @@ def call(seed: int) -> tuple[dict[str, Any], torch.Generator]:
         "scale": one_of(None, None, 0.3, torch.rand(heads, generator=g), torch.tensor(0.7)),
         "softcap": one_of(None, None, 2.0),
         "sinks": one_of(None, None, torch.randn(heads, generator=g)),
+        "context": one_of(None, 7, 100),
     }
     shape = [batch, heads, queries, keys]
     for name, odds in (("mask", 4), ("bias", 2)):
@@ -117,16 +118,18 @@ def test_logits_of_hand_written_attention_give_the_same(seed: int) -> None:
     """Scores with everything already inside, hidden keys lowered by hand, are measured like the call they came from."""
     made, _ = call(seed)
     made.update(causal=True, sinks=None)
-    logits, visible = reference.logits_and_visibility(**{k: v for k, v in made.items() if k != "sinks"})
+    asked = {name: value for name, value in made.items() if name not in ("sinks", "context")}
+    logits, visible = reference.logits_and_visibility(**asked)
     scores = torch.tensor(logits, dtype=torch.float32)
     hidden = (-INF, -1e9, torch.finfo(torch.float32).min)[seed % 3]
     scores = torch.where(torch.tensor(visible), scores, hidden)
-    attention = Attention(made["q"], made["k"], scores=scores)
+    attention = Attention(made["q"], made["k"], scores=scores, dtype=made["q"].dtype, context=made["context"])
     found = named(measure(attention, list(range(attention.batch)), list(range(attention.queries))))
     assert_close(found, reference.attention_statistics(**made))
     alone = named(measure(Attention(None, None, scores=scores), list(range(attention.batch)), [0]))
     assert alone["query_norm_max"].isnan().all()
     assert alone["key_norm_max"].isnan().all()
+    assert alone["outlier_share"].isnan().all()
 
 
 def logits_as_given(scores: Tensor, **call: Any) -> dict[str, float]:
@@ -227,15 +230,15 @@ def test_rows_that_see_nothing_count_nowhere() -> None:
     g = torch.Generator().manual_seed(1)
     q, k = torch.randn(2, 1, 4, 12, 8, generator=g)
     shown = (torch.arange(12) >= 4).expand(12, 12).tril()[None, None]
-    padded = attention_statistics(q[None, 0], k[None, 0], mask=shown)
-    bare = attention_statistics(q[None, 0, :, 4:], k[None, 0, :, 4:], causal=True)
+    padded = attention_statistics(q[None, 0], k[None, 0], mask=shown, context=50)
+    bare = attention_statistics(q[None, 0, :, 4:], k[None, 0, :, 4:], causal=True, context=50)
     for name in NAMES:
         torch.testing.assert_close(padded[name], bare[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_nothing_visible_is_nan_not_zero() -> None:
     q = torch.ones(2, 3, 5, 4)
-    found = attention_statistics(q, q, mask=torch.zeros(5, 5, dtype=torch.bool))
+    found = attention_statistics(q, q, mask=torch.zeros(5, 5, dtype=torch.bool), context=50)
     for name in NAMES:
         assert (found[name] == 0).all() if name == "nonfinite" else found[name].isnan().all(), name
 
@@ -260,10 +263,10 @@ def test_bad_logits_are_counted_and_left_out(poison: float, block: int, monkeypa
     shown[:, 5] = False
     scores[0, 0, 3, 2] = poison
     scores[0, :, :, 5] = math.nan
-    eye = torch.eye(6).expand(1, 2, 6, 6)
-    bad = dict(zip(NAMES, finish(measure(Attention(eye, eye, mask=shown, scores=scores), [0], range(6))), strict=True))
+    q, k = torch.randn(2, 1, 2, 6, 6, generator=g)
+    bad = named(measure(Attention(q, k, mask=shown, scores=scores, context=50), [0], [0, 1, 2, 3, 4, 5]))
     good = reference.attention_statistics(
-        None, None, mask=shown, scores=scores.nan_to_num(0, 0, 0), rows=[0, 1, 2, 4, 5]
+        q, k, mask=shown, scores=scores.nan_to_num(0, 0, 0), context=50, rows=[0, 1, 2, 4, 5]
     )
     for name in (s.name for s in ATTENTION if s.merge == "mean"):
         assert bad[name][0].item() == pytest.approx(good[name][0], rel=1e-4), name
@@ -367,9 +370,9 @@ def test_works_inside_training(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 2, 8, 4, generator=g).requires_grad_()
     k, scale = torch.randn(1, 2, 8, 4, generator=g), torch.ones(2, requires_grad=True)
     before = q.detach().clone()
-    plain = attention_statistics(q, k, scale=scale)
+    plain = attention_statistics(q, k, scale=scale, context=50)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = attention_statistics(q, k, scale=scale)
+        found = attention_statistics(q, k, scale=scale, context=50)
     assert q.detach().equal(before)
     for name in NAMES:
         assert found[name].dtype == torch.float32
@@ -398,6 +401,7 @@ def test_wrong_use_says_what_to_do_in_one_line() -> None:
         ({"mask": torch.ones(7, dtype=torch.bool)}, "mask to broadcast"),
         ({"mask": torch.ones(5, 5, dtype=torch.int64)}, "cast it"),
         ({"rows": 0}, "rows of at least 1"),
+        ({"context": 1}, "context of at least 2 keys"),
     ):
         with pytest.raises(ValueError, match=words) as raised:
             attention_statistics(**{"q": q, "k": q, **wrong})

@@ -28,7 +28,6 @@ from tests.models import (
     separate,
     step,
     tokens,
-    values_of,
 )
 from torch import Tensor, nn
 
@@ -144,6 +143,40 @@ def test_keys_shared_by_all_heads() -> None:
     reading = sampled(Model(Mixer(weights)), tokens())
     assert_spectrum(reading, weights.q, weights.k)
     assert layer_of(reading).kv_heads == 1
+
+
+def test_one_projection_for_queries_and_keys() -> None:
+    """The same weight makes queries of some tokens and keys of others: found, and done with, in two samples at most."""
+    memory = tokens(seed=4)
+
+    def split(layer: Any, x: Tensor) -> Heads:
+        return heads_of(layer.both(x)), heads_of(layer.both(memory)), heads_of(layer.v_proj(memory))
+
+    weights = FULL._replace(k=FULL.q)
+    modules = {"both": linear(flat(FULL.q)), "v_proj": linear(flat(FULL.v))}
+    model = Model(Mixer(weights, causal, split, modules)).train()
+    probe = Probe(model, rows=None)
+    readings = [step(probe, model, tokens()) for _ in range(2)]
+    assert not probe.due
+    assert_spectrum(readings[1], FULL.q, FULL.q)
+    q, k, _ = weights.project(tokens(), memory)
+    assert_statistics(readings[1], q, k, causal=True)
+
+
+@pytest.mark.parametrize("length", [5, 2 * T])
+def test_keys_of_another_length(length: int) -> None:
+    """Cross attention: keys and values, fused, of a memory."""
+    memory = tokens(B, length, E, seed=4)
+
+    def split(layer: Any, x: Tensor) -> Heads:
+        k, v = layer.to_kv(memory).chunk(2, -1)
+        return heads_of(layer.to_q(x)), heads_of(k), heads_of(v)
+
+    modules = {"to_q": linear(flat(FULL.q)), "to_kv": linear(flat(*FULL[1:3]))}
+    reading = sampled(Model(Mixer(FULL, F.scaled_dot_product_attention, split, modules)), tokens())
+    q, k, _ = FULL.project(tokens(), memory)
+    assert_statistics(reading, q, k)
+    assert_spectrum(reading, FULL.q, FULL.k)
 
 
 class Conv1D(nn.Module):
@@ -278,75 +311,6 @@ def test_sequence_first(shape: tuple[int, int]) -> None:
 
     x = tokens(*shape, E)
     assert_spectrum(sampled(Model(Mixer(weights, causal, split)), x), weights.q, weights.k)
-
-
-def test_queries_and_keys_that_start_equal() -> None:
-    """W_q = W_k at the start: the names say which is which, and the next sample finds the one that moved."""
-    same = parts()._replace(k=FULL.q)
-    model = Model(Mixer(same)).train()
-    probe = Probe(model, rows=None)
-    assert_spectrum(step(probe, model, tokens()), FULL.q, FULL.q)
-    with torch.no_grad():
-        model.mix.k_proj.weight.copy_(FULL.k.flatten(0, 1))
-    assert_spectrum(step(probe, model, tokens()), FULL.q, FULL.k)
-
-
-def test_spectra_follow_the_weights() -> None:
-    """A layout once proved is looked at first, and proved again each time."""
-    weights, split, modules = PACKED["innermost"]
-    model = Model(Mixer(weights, causal, split, modules)).train()
-    probe = Probe(model, rows=None)
-    step(probe, model, tokens())
-    step(probe, model, tokens())
-    moved = parts(seed=9)
-    with torch.no_grad():
-        model.mix.to_qkv.weight.copy_(torch.stack(moved[:3], 2).flatten(0, 2))
-    assert_spectrum(step(probe, model, tokens()), moved.q, moved.k)
-
-
-def swapped_heads(layer: Any, x: Tensor) -> Heads:
-    q, k, v = separate(layer, x)
-    return q.flip(1), k, v
-
-
-def swapped_keys(layer: Any, x: Tensor) -> Heads:
-    q, k, v = separate(layer, x)
-    return q, k.roll(1, dims=1), v
-
-
-def mixed_heads(layer: Any, x: Tensor) -> Heads:
-    q, k, v = separate(layer, x)
-    return torch.einsum("bhtd,hg->bgtd", q, torch.linspace(-1, 1, H * H).view(H, H)), k, v
-
-
-def nonlinear(layer: Any, x: Tensor) -> Heads:
-    q, k, v = separate(layer, x)
-    return q, F.elu(k) + 1, v
-
-
-def shifted_in_time(layer: Any, x: Tensor) -> Heads:
-    q, k, v = separate(layer, x)
-    return q, k.roll(1, dims=2), v
-
-
-def silent_first_position(layer: Any, x: Tensor) -> Heads:
-    q, k, v = swapped_heads(layer, x)
-    return q * (torch.arange(T) > 0)[:, None], k, v
-
-
-@pytest.mark.parametrize(
-    "split", [swapped_heads, swapped_keys, mixed_heads, nonlinear, shifted_in_time, silent_first_position]
-)
-@pytest.mark.parametrize("kv", [H, 2])
-def test_what_is_not_proved_is_not_claimed(split: Split, kv: int) -> None:
-    """Heads in an order nobody knows, vectors made otherwise: maps are right, spectra are absent, and it says so."""
-    weights = parts(kv)
-    reading = sampled(Model(Mixer(weights, causal, split)), tokens())
-    layer, values = layer_of(reading), values_of(reading)
-    assert layer.state == "logits_only"
-    assert layer.note.startswith("no projection and layout makes ")
-    assert torch.tensor(values["qk_rank"]).isnan().all()
-    assert not torch.tensor(values["entropy"]).isnan().any()
 
 
 def test_a_model_with_more_layers_than_are_remembered_in_one_module() -> None:

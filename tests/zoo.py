@@ -1,7 +1,7 @@
 """Tiny models of the families of Hugging Face transformers, from configs: no weights are fetched.
 
-All weights are drawn anew, gains and biases too: attention is then neither uniform nor saturated, and no layout is right
-by a tie.
+All weights are drawn anew, gains and biases too: attention is then neither uniform nor saturated, and no layout is
+right by a tie.
 """
 
 from __future__ import annotations
@@ -13,6 +13,14 @@ import torch
 from torch import Tensor, nn
 
 VOCABULARY, BATCH, LENGTH = 64, 2, 12
+NOISE = (
+    "ignore:flex_attention called without torch.compile",
+    "ignore:_compile flag on create_block_mask",
+    "ignore:`torch.jit.script",
+    "ignore:`is_gradient_checkpointing` is deprecated",
+)
+"""Warnings that these libraries give in any case."""
+
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2")
 
 
@@ -116,9 +124,7 @@ FAMILIES = {
     ),
     "BLOOM": Family("BloomConfig", "BloomForCausalLM", {**_TOKENS, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "BERT": Family("BertConfig", "BertForMaskedLM", {**_TEXT, **_NO_DROPOUT}),
-    "RoBERTa": Family(
-        "RobertaConfig", "RobertaForMaskedLM", {**_TEXT, **_NO_DROPOUT, "max_position_embeddings": 70}
-    ),
+    "RoBERTa": Family("RobertaConfig", "RobertaForMaskedLM", {**_TEXT, **_NO_DROPOUT, "max_position_embeddings": 70}),
     "ModernBERT": Family(
         "ModernBertConfig",
         "ModernBertForMaskedLM",
@@ -227,7 +233,7 @@ def build(name: str, implementation: str = "sdpa", **options: Any) -> Any:
 
 
 def drawn(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Every parameter drawn anew: matrices so that activations keep their size, gains and biases around their values."""
+    """Every parameter drawn anew: matrices keep the size of activations, gains and biases lie around their values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -49,9 +49,7 @@ def timm(name: str, fused: bool = True) -> nn.Module:
     library = importlib.import_module("timm")
     model, options = TIMM[name]
     size = _SWIN if name == "Swin" else _VIT
-    if name == "XCiT":
-        size = {key: value for key, value in _VIT.items()}
-    library.layers.set_fused_attn(fused)
+    library.layers.set_fused_attn(fused, experimental=fused)
     try:
         made: nn.Module = library.create_model(model, **size, **options)
     finally:

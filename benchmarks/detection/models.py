@@ -1,0 +1,271 @@
+"""The models of the recipes: small transformers that differ in how they attend and how their weights begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.detection.data import START, Batch
+from benchmarks.detection.recipe import Recipe
+
+CLASSES = {"digits_2": 10, "digits_1": 10}
+PATCH = {"digits_2": 2, "digits_1": 1}
+
+
+class Attention(nn.Module):
+    """Self-attention with every choice that a recipe has."""
+
+    def __init__(self, recipe: Recipe):
+        super().__init__()
+        width, self.heads, self.call = recipe.width, recipe.heads, recipe.call
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (matrix(width, width) for _ in range(4))
+        size = width if recipe.norm == "rms_across" else width // recipe.heads
+        self.across = recipe.norm == "rms_across"
+        self.q_norm, self.k_norm = (_norm(recipe.norm, size) for _ in range(2))
+        # Henry et al. 2020, arXiv:2010.04245: log2(n * n - n), n the length of the sequence.
+        g = torch.tensor(float(recipe.length**2 - recipe.length)).log2()
+        self.g = nn.Parameter(g) if recipe.norm == "l2" else None
+
+    def forward(self, x: Tensor, seen: Tensor | None, causal: bool) -> Tensor:  # [B, T, width]
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.across:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
+        if not self.across:
+            q, k = self.q_norm(q), self.k_norm(k)
+        scale = q.shape[-1] ** -0.5
+        if self.g is not None:
+            q, scale = q * self.g, 1.0
+        if self.call == "sdpa":
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal and seen is None, scale=scale)
+        else:
+            y = self._by_hand(q, k, v, seen, causal, scale)
+        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(-2))
+        return out
+
+    def _by_hand(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, scale: float) -> Tensor:
+        if self.call == "half":  # the products overflow beyond 65,504, before they are scaled
+            q, k = q.half(), k.half()
+        scores = q @ k.transpose(-2, -1) * scale
+        if seen is None and causal:
+            seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        if seen is not None:
+            scores = scores.masked_fill(~seen, -torch.inf)
+        return cast(Tensor, scores.float().softmax(-1) @ v)
+
+
+class Unit(nn.Module):
+    """To length 1 along the last axis."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1)
+
+
+def _norm(kind: str, size: int) -> nn.Module:
+    make: dict[str, Callable[[], nn.Module]] = {
+        "": nn.Identity,
+        "l2": Unit,
+        "rms": lambda: nn.RMSNorm(size, eps=1e-6),
+        "rms_across": lambda: nn.RMSNorm(size, eps=1e-6),
+        "layer": lambda: nn.LayerNorm(size),
+    }
+    return make[kind]()
+
+
+class Torchs(nn.Module):
+    """torch's own nn.MultiheadAttention behind the same call."""
+
+    def __init__(self, recipe: Recipe):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(recipe.width, recipe.heads, bias=False, batch_first=True)
+        for weight in (self.inner.in_proj_weight, self.inner.out_proj.weight):
+            nn.init.normal_(weight, std=recipe.width**-0.5)
+
+    def forward(self, x: Tensor, seen: Tensor | None, causal: bool) -> Tensor:
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) if causal else None
+        out: Tensor = self.inner(x, x, x, need_weights=False, attn_mask=hidden, is_causal=causal)[0]
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, recipe: Recipe):
+        super().__init__()
+        self.residual = recipe.residual
+        self.norm = nn.LayerNorm(recipe.width, bias=False)
+        self.attention = Torchs(recipe) if recipe.call == "mha" else Attention(recipe)
+        inner = recipe.mlp * recipe.width
+        self.mlp = (
+            nn.Sequential(
+                nn.LayerNorm(recipe.width, bias=False), matrix(recipe.width, inner), nn.GELU(),
+                matrix(inner, recipe.width),
+            )
+            if inner
+            else None
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, seen: Tensor | None, causal: bool) -> Tensor:
+        y = self.attention(self.norm(x), seen, causal)
+        x = x + y if self.residual else y
+        return x if self.mlp is None else x + self.mlp(x)
+
+
+class Transformer(nn.Module):
+    """A decoder of bytes, or a classifier of images without causal mask."""
+
+    def __init__(self, recipe: Recipe):
+        super().__init__()
+        patch = PATCH.get(recipe.data)
+        self.causal, self.window = patch is None, recipe.window
+        self.embedding: nn.Module = (
+            nn.Embedding(256, recipe.width) if patch is None else nn.Linear(patch**2, recipe.width)
+        )
+        places = recipe.length if patch is None else (8 // patch) ** 2
+        self.position = nn.Parameter(torch.randn(places, recipe.width) * (0.3 if patch is None else 0.5))
+        self.blocks = nn.ModuleList(Block(recipe) for _ in range(recipe.layers))
+        self.norm = nn.LayerNorm(recipe.width, bias=False)
+        self.head = matrix(recipe.width, CLASSES.get(recipe.data, 256), 0.5)
+
+    def forward(self, batch: Batch) -> Tensor:  # [B, T, 256], or [B, 10] of images
+        x = self.embedding(batch.inputs) + self.position
+        seen = self._seen(batch)
+        for block in self.blocks:
+            x = block(x, seen, self.causal)
+        x = self.norm(x)
+        out: Tensor = self.head(x if self.causal else x.mean(1))
+        return out
+
+    def _seen(self, batch: Batch) -> Tensor | None:
+        """Which keys a row may see, where causality alone does not say it."""
+        if not self.window and batch.padding is None:
+            return None
+        length = batch.inputs.shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        if self.window:
+            seen = seen.triu(1 - self.window)
+        return seen if batch.padding is None else seen & ~batch.padding[:, None, None, :]
+
+
+class Qwen3(nn.Module):
+    """The Qwen3 of transformers, tiny: grouped heads, RoPE, RMSNorm on queries and keys."""
+
+    def __init__(self, recipe: Recipe):
+        super().__init__()
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        settings: dict[str, Any] = {
+            "vocab_size": 256,
+            "hidden_size": recipe.width,
+            "intermediate_size": recipe.mlp * recipe.width,
+            "num_hidden_layers": recipe.layers,
+            "num_attention_heads": recipe.heads,
+            "num_key_value_heads": recipe.heads // 2,
+            "head_dim": recipe.width // recipe.heads,
+            "max_position_embeddings": recipe.length,
+        }
+        self.inner = Qwen3ForCausalLM(Qwen3Config(**settings))
+
+    def forward(self, batch: Batch) -> Tensor:
+        out: Tensor = self.inner(input_ids=batch.inputs, use_cache=False).logits
+        return out
+
+
+def matrix(inputs: int, outputs: int, gain: float = 1.0) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, bias=False)
+    nn.init.normal_(linear.weight, std=gain * inputs**-0.5)
+    return linear
+
+
+def build(recipe: Recipe) -> nn.Module:
+    """The model as it begins. Draws on torch's random state."""
+    if recipe.call == "qwen3":
+        return Qwen3(recipe)
+    model = Transformer(recipe)
+    if recipe.start:
+        with torch.no_grad():
+            STARTS[recipe.start](model)
+    return model
+
+
+# --- how weights begin, where not as they are drawn -----------------------------------------------------------------
+
+
+def _attentions(model: Transformer) -> list[Attention]:
+    return [cast(Attention, cast(Block, block).attention) for block in model.blocks]
+
+
+def tied(model: Transformer) -> None:
+    """W_q = W_k, four times as large: every query finds itself."""
+    for attention in _attentions(model):
+        attention.q_proj.weight.mul_(4)
+        attention.k_proj.weight.copy_(attention.q_proj.weight)
+
+
+def blind(model: Transformer) -> None:
+    """W_q = 0: uniform attention, and no gradient to W_k."""
+    for attention in _attentions(model):
+        attention.q_proj.weight.zero_()
+
+
+def _sinks(model: Transformer, keys: list[Tensor], strength: float) -> None:
+    """Give every head a sink: each query carries a common direction, which finds the keys that carry the head's own.
+
+    keys: for each head of a layer a direction of unit length, orthogonal to the others.
+    """
+    common = _directions(model, len(keys) + 1)[-1]
+    model.position += 4 * common
+    for attention in _attentions(model):
+        size = attention.q_proj.weight.shape[0] // attention.heads
+        for head, key in enumerate(keys):
+            attention.q_proj.weight[head * size] += strength * common
+            attention.k_proj.weight[head * size] += strength * key
+
+
+def _directions(model: Transformer, count: int) -> Tensor:
+    """`[count, width]`, orthonormal and of mean 0, so that layer norms keep them; always the same."""
+    width = model.position.shape[1]
+    drawn = torch.randn(width, count, generator=torch.Generator().manual_seed(7))
+    return torch.linalg.qr(drawn - drawn.mean(0)).Q.T
+
+
+def sinks_first(model: Transformer) -> None:
+    """Every head looks at the byte START, the first key of all sequences."""
+    heads = _attentions(model)[0].heads
+    key = _directions(model, heads + 1)[0]
+    cast(nn.Embedding, model.embedding).weight[START] = 8 * key
+    _sinks(model, [key] * heads, 1.4)
+
+
+def sinks_apart(model: Transformer) -> None:
+    """Head h looks at key h: only one head in all looks at the first key."""
+    heads = _attentions(model)[0].heads
+    keys = list(_directions(model, heads + 1)[:-1])
+    for place, key in enumerate(keys):
+        model.position[place] += 8 * key
+    _sinks(model, keys, 1.4)
+
+
+def sinks_spread(model: Transformer) -> None:
+    """Every head looks at all of the first four keys."""
+    heads = _attentions(model)[0].heads
+    key = _directions(model, heads + 1)[0]
+    model.position[:4] += 8 * key
+    _sinks(model, [key] * heads, 1.4)
+
+
+def sinks_separators(model: Transformer) -> None:
+    """Every head looks at line ends and spaces, wherever they are."""
+    heads = _attentions(model)[0].heads
+    key = _directions(model, heads + 1)[0]
+    for byte in b"\n ":
+        cast(nn.Embedding, model.embedding).weight[byte] += 8 * key
+    _sinks(model, [key] * heads, 1.4)
+
+
+STARTS: dict[str, Callable[[Transformer], None]] = {
+    start.__name__: start
+    for start in (tied, blind, sinks_first, sinks_apart, sinks_spread, sinks_separators)
+}

@@ -1,0 +1,78 @@
+"""`Recipe`: one training run, complete. Whoever has it can repeat the run bit for bit on the same machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+Knots = tuple[tuple[int, float], ...]
+
+DIVERGES, COLLAPSES, OVERFLOWS, SINKS_LOST, UNIFORM = "diverges", "collapses", "overflows", "sinks lost", "uniform"
+SPIKES, HEALTHY = "spikes", "healthy"
+POSITIVE = (DIVERGES, COLLAPSES, OVERFLOWS, SINKS_LOST, UNIFORM)
+"""Labels of runs in which attention fails; of the others every alert about attention is a false one."""
+
+CODE = 1
+"""Raise it when data, models or training change what a recipe means: every stored run is then made again."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained on what and how, and what is meant to come of it (truth.py checks that it did).
+
+    label: one of the names above. reference: name of a healthy recipe on the same task, whose final loss says what
+    this one could have reached; "" where none is needed.
+    data: a source of data.py; before > 0: that many unwatched steps on before_data at before_rate come first.
+    norm: "", "rms", "layer", "l2" (per head) or "rms_across" (all heads together), on queries and keys.
+    call: how attention is computed: "sdpa", "scores" (matmul, softmax), "half" (the same in float16), "mha"
+    (nn.MultiheadAttention) or "qwen3" (transformers). mlp: width of the feed-forward layers over `width`, 0 for none.
+    window: keys a query may see, 0 for all. start: how weights begin, see models.py.
+    rate: learning rate by step, linear between the knots. qk_rate, mlp_rate: factors on it for W_q and W_k, for the
+    feed-forward layers. clip: largest gradient norm, 0 for none. decay: weight decay.
+    every, rows: as in `attnwatch.watch`.
+    """
+
+    name: str
+    label: str
+    rate: Knots
+    steps: int
+    reference: str = ""
+    data: str = "text"
+    length: int = 32
+    batch: int = 16
+    layers: int = 12
+    width: int = 64
+    heads: int = 4
+    mlp: int = 0
+    norm: str = ""
+    call: str = "sdpa"
+    window: int = 0
+    residual: bool = True
+    start: str = ""
+    optimizer: str = "adam"
+    qk_rate: float = 1.0
+    mlp_rate: float = 1.0
+    clip: float = 0.0
+    decay: float = 0.0
+    seed: int = 0
+    before: int = 0
+    before_data: str = "text"
+    before_rate: float = 3e-3
+    every: int = 5
+    rows: int | None = 64
+
+    @property
+    def positive(self) -> bool:
+        return self.label in POSITIVE
+
+    @property
+    def folder(self) -> str:
+        """Name of its run directory: changes with anything that changes the run."""
+        run = {key: value for key, value in asdict(self).items() if key not in ("label", "reference")}
+        return f"{self.name}-{hashlib.sha256(json.dumps([CODE, run]).encode()).hexdigest()[:8]}"
+
+    @property
+    def half(self) -> str:
+        """Which half of the recipes it belongs to; by its name alone, so that no result can move it."""
+        return ("tuning", "report")[hashlib.sha256(self.name.encode()).digest()[0] % 2]

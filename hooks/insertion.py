@@ -1,0 +1,170 @@
+"""What graph.py asks of the compiler: the operator `attnwatch::see` behind every fused attention call of a graph.
+
+A pass of the inductor backend, run after autograd has split the graph and after the compiler's own passes. Everything
+the operator is given is a whole tensor in any case, because a kernel that is not generated takes or makes it: what is
+fused, and so every bit of the result, stays as it was. Imported when it is needed only: it loads the compiler.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import weakref
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_custom_graph_passes, get_hash_for_files
+
+from attnwatch.hooks.graph import kind_of
+
+_KERNELS = re.compile(r"aten\._scaled_dot_product_(\w*_)?attention(_for_cpu|_overrideable)?$")
+_TURNS = {"aten.permute", "aten.t", "aten.transpose"}
+_CASTS = {"prims.convert_element_type", "aten._to_copy"}
+_VIEWS = {"aten.slice", "aten.select", "aten.view", "aten.split", "aten.split_with_sizes"}
+_DEPTH = 40  # operations between a projection and the product: views, norm, rotary embedding, in half precision
+_MOST = 16  # inputs of the graph given to the operator
+
+
+_ROUTES: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Whom errors are told; while there is none the pass does nothing."""
+
+
+def stand(route: Any) -> None:
+    """Graphs compiled from now on carry the operator. What was compiled before has none, and is dropped."""
+    passes = get_custom_graph_passes(config.post_grad_custom_post_pass)
+    stands = any(isinstance(each, Insert) for each in passes)
+    if not (stands and _ROUTES):
+        torch.compiler.reset()
+    if not stands:
+        config.post_grad_custom_post_pass = [*passes, Insert()] if passes else Insert()
+    _ROUTES.add(route)
+
+
+def leave(route: Any) -> None:
+    """With the last one the compiler's configuration is as it was found."""
+    _ROUTES.discard(route)
+    if not _ROUTES:
+        passes = get_custom_graph_passes(config.post_grad_custom_post_pass)
+        left = [each for each in passes if not isinstance(each, Insert)]
+        if len(left) < len(passes):
+            config.post_grad_custom_post_pass = left if len(left) > 1 else left[0] if left else None
+
+
+class Insert(CustomGraphPass):
+    """The pass. Without state of its own: the compiler copies its configuration."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        calls: Counter[str] = Counter()
+        for node in list(graph.nodes) if _ROUTES else ():
+            if _KERNELS.match(_name(node)):
+                try:
+                    _insert(graph, node, calls)
+                except Exception as error:  # the user's compilation goes on
+                    for route in list(_ROUTES):
+                        route.failed(error)
+
+    def uuid(self) -> Any:
+        """Identity in the compiler's cache on disk: graphs with and without the operator are kept apart."""
+        return get_hash_for_files((__file__,), str(bool(_ROUTES)))
+
+
+def _insert(graph: fx.Graph, kernel: fx.Node, calls: Counter[str]) -> None:
+    names = [argument.name for argument in kernel.target._schema.arguments]  # type: ignore[union-attr]
+    call: dict[str, Any] = {**dict(zip(names, kernel.args, strict=False)), **kernel.kwargs}
+    stack = list(kernel.meta.get("nn_module_stack", {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    products, parameters = _behind(call["query"], call["key"])
+    output = next((x for x in kernel.users if x.target is operator.getitem and x.args[1] == 0), None)
+    if output is None:
+        with graph.inserting_after(kernel):
+            output = graph.call_function(operator.getitem, (kernel, 0))
+            output.meta["val"] = kernel.meta["val"][0]
+    given = (
+        *(call[name] for name in ("query", "key", "value")),
+        output,
+        call.get("attn_mask", call.get("attn_bias")),
+        call.get("scale"),
+        bool(call.get("is_causal", False)),
+        call.get("dropout_p", 0.0) != 0.0,
+        [product.input for product in products],
+        [product.weight for product in products],
+        [product.bias for product in products],
+        [product.turned for product in products],
+        parameters,
+        list(dict.fromkeys(kind_of(kind) for _, kind in reversed(stack))),
+        calls[path],
+    )
+    calls[path] += 1
+    with graph.inserting_after(output):
+        graph.call_function(torch.ops.attnwatch.see.default, given)
+
+
+class _Product(NamedTuple):
+    """A projection in the graph. turned: its weight is `[in, out]`."""
+
+    input: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    turned: bool
+
+
+def _behind(query: fx.Node, key: fx.Node) -> tuple[list[_Product], list[fx.Node]]:
+    """The projections that queries and keys come from, and the inputs of the graph on the way: parameters, nearest
+    first, those of the queries before those of the keys."""
+    products: dict[fx.Node, _Product] = {}
+    inputs: dict[fx.Node, None] = {}
+    for end in (query, key):
+        seen: set[fx.Node] = set()
+        level = [end]
+        for _ in range(_DEPTH):
+            following: list[fx.Node] = []
+            for node in level:
+                if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
+                    inputs[node] = None
+                elif _name(node) in ("aten.mm", "aten.addmm"):
+                    products[node] = _product(node)
+                    following.append(products[node].weight)
+                else:
+                    following += node.all_input_nodes
+            seen.update(level)
+            level = [node for node in dict.fromkeys(following) if node not in seen]
+    return list(products.values()), list(inputs)[:_MOST]
+
+
+def _product(node: fx.Node) -> _Product:
+    *bias, rows, matrix = node.args
+    weight, turned = _parameter(matrix)
+    return _Product(rows, weight, bias[0] if bias else _later_bias(node), turned)  # type: ignore[arg-type]
+
+
+def _parameter(matrix: Any) -> tuple[fx.Node, bool]:
+    """The weight before it was turned for the product and cast by autocast, and whether it is `[in, out]`; if it is not
+    a part of one of the graph's inputs, the matrix as the product takes it."""
+    weight, turned = matrix, True
+    while _name(weight) in _TURNS | _CASTS:
+        turned ^= _name(weight) in _TURNS
+        weight = weight.args[0]
+    root = weight
+    while _name(root) in _VIEWS or root.target is operator.getitem:
+        root = root.args[0]
+    return (weight, turned) if root.op == "placeholder" else (matrix, True)
+
+
+def _later_bias(product: fx.Node) -> fx.Node | None:
+    """A vector added to the product, perhaps behind views: the compiler parts `addmm` into product and addition."""
+    node: fx.Node | None = product
+    while node is not None:
+        for user in node.users:
+            others = [x for x in user.all_input_nodes if x is not node]
+            if _name(user) == "aten.add" and others and others[0].meta["val"].dim() == 1:
+                return others[0]
+        node = next((user for user in node.users if _name(user) in ("aten.view", "aten.reshape")), None)
+    return None
+
+
+def _name(node: fx.Node) -> str:
+    """`aten.mm` of a call of that operator, "" of what is no operator's call."""
+    return str(getattr(node.target, "_overloadpacket", ""))

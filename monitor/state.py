@@ -1,0 +1,52 @@
+"""What the engine remembers, as plain data that JSON and torch.save can hold, and back. Missing (NaN) is None."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnwatch.monitor.alerts import Alert
+
+State = dict[str, Any]
+"""Only dicts with text as keys, lists, text, whole numbers, finite floats and None."""
+
+
+def freeze(array: NDArray[Any]) -> State:
+    """Any array of numbers none of which is infinite."""
+    return {"shape": list(array.shape), "values": [None if x != x else x for x in array.ravel().tolist()]}
+
+
+def thaw(state: State) -> NDArray[np.float64]:
+    """The array as float64. Raises KeyError, TypeError or ValueError for what is none."""
+    return np.array(state["values"], dtype=np.float64).reshape(state["shape"])
+
+
+def freeze_number(value: float) -> float | str | None:
+    return value if math.isfinite(value) else None if math.isnan(value) else str(value)
+
+
+def thaw_number(state: float | str | None) -> float:
+    return math.nan if state is None else float(state)
+
+
+def freeze_numbers(values: Mapping[str, float]) -> State:
+    return {name: freeze_number(float(value)) for name, value in values.items()}
+
+
+def thaw_numbers(state: State) -> dict[str, float]:
+    return {name: thaw_number(value) for name, value in state.items()}
+
+
+def freeze_alert(alert: Alert) -> State:
+    heads = [list(head) for head in alert.heads]
+    return {**asdict(alert), "heads": heads, "values": freeze_numbers(alert.values)}
+
+
+def thaw_alert(state: State) -> Alert:
+    heads = tuple((str(layer), int(head)) for layer, head in state["heads"])
+    return Alert(**{**state, "heads": heads, "values": thaw_numbers(state["values"])})
