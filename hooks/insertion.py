@@ -59,29 +59,59 @@ class Insert(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         calls: Counter[str] = Counter()
         for node in list(graph.nodes) if _ROUTES else ():
-            if _KERNELS.match(_name(node)):
-                try:
-                    _insert(graph, node, calls)
-                except Exception as error:  # the user's compilation goes on
-                    for route in list(_ROUTES):
-                        route.failed(error)
+            try:
+                kernel = _kernel(node)
+                if kernel is not None:
+                    _insert(graph, kernel, calls)
+            except Exception as error:  # the user's compilation goes on
+                for route in list(_ROUTES):
+                    route.failed(error)
 
     def uuid(self) -> Any:
         """Identity in the compiler's cache on disk: graphs with and without the operator are kept apart."""
         return get_hash_for_files((__file__,), str(bool(_ROUTES)))
 
 
-def _insert(graph: fx.Graph, kernel: fx.Node, calls: Counter[str]) -> None:
-    names = [argument.name for argument in kernel.target._schema.arguments]  # type: ignore[union-attr]
-    call: dict[str, Any] = {**dict(zip(names, kernel.args, strict=False)), **kernel.kwargs}
-    stack = list(kernel.meta.get("nn_module_stack", {}).values())
+class _Kernel(NamedTuple):
+    """A fused call. arguments: by name. output: where its output lies in what the node returns."""
+
+    node: fx.Node
+    arguments: dict[str, Any]
+    output: tuple[int, ...]
+
+
+def _kernel(node: fx.Node) -> _Kernel | None:
+    """What the node calls, if that is fused attention."""
+    target: Any = node.target
+    values: Any = node.args
+    output: tuple[int, ...] = (0,)
+    if str(target) in ("run_and_save_rng_state", "graphsafe_run_with_rng_state"):  # in checkpoints, even without dropout
+        output = (1, 0) if str(target) == "run_and_save_rng_state" else (0,)
+        target, *values = values
+    if not _KERNELS.match(_name(target)):
+        return None
+    names = [argument.name for argument in target._schema.arguments]
+    return _Kernel(node, {**dict(zip(names, values, strict=False)), **node.kwargs}, output)
+
+
+def _item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
+    for user in node.users:
+        if user.target is operator.getitem and user.args[1] == index:
+            return user
+    with graph.inserting_after(node):
+        item = graph.call_function(operator.getitem, (node, index))
+    item.meta["val"] = node.meta["val"][index]
+    return item
+
+
+def _insert(graph: fx.Graph, kernel: _Kernel, calls: Counter[str]) -> None:
+    call = kernel.arguments
+    stack = list(kernel.node.meta.get("nn_module_stack", {}).values())
     path = str(stack[-1][0]) if stack else ""
     products, parameters = _behind(call["query"], call["key"])
-    output = next((x for x in kernel.users if x.target is operator.getitem and x.args[1] == 0), None)
-    if output is None:
-        with graph.inserting_after(kernel):
-            output = graph.call_function(operator.getitem, (kernel, 0))
-            output.meta["val"] = kernel.meta["val"][0]
+    output = kernel.node
+    for index in kernel.output:
+        output = _item(graph, output, index)
     given = (
         *(call[name] for name in ("query", "key", "value")),
         output,
@@ -124,7 +154,7 @@ def _behind(query: fx.Node, key: fx.Node) -> tuple[list[_Product], list[fx.Node]
             for node in level:
                 if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
                     inputs[node] = None
-                elif _name(node) in ("aten.mm", "aten.addmm"):
+                elif _name(node.target) in ("aten.mm", "aten.addmm"):
                     products[node] = _product(node)
                     following.append(products[node].weight)
                 else:
@@ -144,11 +174,11 @@ def _parameter(matrix: Any) -> tuple[fx.Node, bool]:
     """The weight before it was turned for the product and cast by autocast, and whether it is `[in, out]`; if it is not
     a part of one of the graph's inputs, the matrix as the product takes it."""
     weight, turned = matrix, True
-    while _name(weight) in _TURNS | _CASTS:
-        turned ^= _name(weight) in _TURNS
+    while _name(weight.target) in _TURNS | _CASTS:
+        turned ^= _name(weight.target) in _TURNS
         weight = weight.args[0]
     root = weight
-    while _name(root) in _VIEWS or root.target is operator.getitem:
+    while _name(root.target) in _VIEWS or root.target is operator.getitem:
         root = root.args[0]
     return (weight, turned) if root.op == "placeholder" else (matrix, True)
 
@@ -159,12 +189,12 @@ def _later_bias(product: fx.Node) -> fx.Node | None:
     while node is not None:
         for user in node.users:
             others = [x for x in user.all_input_nodes if x is not node]
-            if _name(user) == "aten.add" and others and others[0].meta["val"].dim() == 1:
+            if _name(user.target) == "aten.add" and others and others[0].meta["val"].dim() == 1:
                 return others[0]
-        node = next((user for user in node.users if _name(user) in ("aten.view", "aten.reshape")), None)
+        node = next((user for user in node.users if _name(user.target) in ("aten.view", "aten.reshape")), None)
     return None
 
 
-def _name(node: fx.Node) -> str:
-    """`aten.mm` of a call of that operator, "" of what is no operator's call."""
-    return str(getattr(node.target, "_overloadpacket", ""))
+def _name(target: Any) -> str:
+    """`aten.mm` of that operator, "" of what is none."""
+    return str(getattr(target, "_overloadpacket", ""))

@@ -16,6 +16,13 @@ from urllib.parse import urlencode
 from urllib.request import urlopen
 
 import pytest
+from tests import made_runs
+
+from attnwatch.monitor.run import Run
+from attnwatch.monitor.store import open_run
+
+# Tiny tensors on shared cores: a second thread mostly waits for the first. Before torch is loaded, for subprocesses too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 Query = Callable[[str], dict[tuple[str, ...], float]]
 """PromQL text -> value of each series by the values of its labels, in the order of the labels' names."""
@@ -99,3 +106,13 @@ def prometheus(tmp_path: Path) -> Iterator[Callable[[int], Query]]:
     for server in servers:
         server.terminate()
         server.wait(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def collapsed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return open_run(made_runs.collapse(tmp_path_factory.mktemp("runs") / "plain"))
+
+
+@pytest.fixture(scope="session")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return open_run(made_runs.collapse(tmp_path_factory.mktemp("runs") / "qknorm", collapses=False))

@@ -272,9 +272,7 @@ def test_a_used_run_directory_is_refused_and_the_port_freed(model: Decoder, run:
 def test_a_place_where_nothing_can_be_written_is_refused(place: str, model: Decoder, tmp_path: Path) -> None:
     """Below a file; in a file system in which nobody may make a directory."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        UsageError, match=r"^expected a new or empty directory at '.*run', found: .*; pass another"
-    ):
+    with pytest.raises(UsageError, match=r"^expected a new or empty directory at '.*run', found: .*; pass another"):
         attnwatch.watch(model, run=tmp_path / place)
 
 

@@ -18,6 +18,7 @@ NOISE = (
     "ignore:_compile flag on create_block_mask",
     "ignore:`torch.jit.script",
     "ignore:`is_gradient_checkpointing` is deprecated",
+    "ignore:`past_key_values` is deprecated",
 )
 """Warnings that these libraries give in any case."""
 
