@@ -57,7 +57,7 @@ class Insert(CustomGraphPass):
     """The pass. Without state of its own: the compiler copies its configuration."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        calls: Counter[str] = Counter()
+        calls: Counter[tuple[fx.Node, ...]] = Counter()  # of each layer
         for node in list(graph.nodes) if _ROUTES else ():
             try:
                 kernel = _kernel(node)
@@ -85,7 +85,7 @@ def _kernel(node: fx.Node) -> _Kernel | None:
     target: Any = node.target
     values: Any = node.args
     output: tuple[int, ...] = (0,)
-    if str(target) in ("run_and_save_rng_state", "graphsafe_run_with_rng_state"):  # in checkpoints, even without dropout
+    if str(target) in ("run_and_save_rng_state", "graphsafe_run_with_rng_state"):  # in checkpoints, dropout or not
         output = (1, 0) if str(target) == "run_and_save_rng_state" else (0,)
         target, *values = values
     if not _KERNELS.match(_name(target)):
@@ -104,10 +104,9 @@ def _item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
     return item
 
 
-def _insert(graph: fx.Graph, kernel: _Kernel, calls: Counter[str]) -> None:
+def _insert(graph: fx.Graph, kernel: _Kernel, calls: Counter[tuple[fx.Node, ...]]) -> None:
     call = kernel.arguments
     stack = list(kernel.node.meta.get("nn_module_stack", {}).values())
-    path = str(stack[-1][0]) if stack else ""
     products, parameters = _behind(call["query"], call["key"])
     output = kernel.node
     for index in kernel.output:
@@ -125,9 +124,9 @@ def _insert(graph: fx.Graph, kernel: _Kernel, calls: Counter[str]) -> None:
         [product.turned for product in products],
         parameters,
         list(dict.fromkeys(kind_of(kind) for _, kind in reversed(stack))),
-        calls[path],
+        calls[tuple(parameters)],
     )
-    calls[path] += 1
+    calls[tuple(parameters)] += 1
     with graph.inserting_after(output):
         graph.call_function(torch.ops.attnwatch.see.default, given)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from attnwatch.hooks import sites, weights
-from attnwatch.hooks.adapters import adapter_for
+from attnwatch.hooks.adapters import adapter_for, check, given_weights
 from attnwatch.hooks.attention import Attention
 from attnwatch.hooks.compiled import EagerStep
 from attnwatch.hooks.graph import BLIND, GraphRoute
@@ -28,6 +28,7 @@ from attnwatch.hooks.handlers import HANDLERS
 from attnwatch.hooks.huggingface import Interface
 from attnwatch.hooks.layers import METRICS, Draft, Layer, draft, settle
 from attnwatch.hooks.layouts import Shape
+from attnwatch.hooks.precision import computed_in, full_precision
 from attnwatch.hooks.statistics import finish, measure, merge, sample_rows, sample_sequences
 from attnwatch.hooks.tap import Frame, Seen, Tap
 
@@ -55,7 +56,7 @@ class Probe:
 
     rows, sequences: how many query rows of how many sequences of a batch are measured (None: all rows). graph: look
     inside compiled graphs (graph.py) instead of running sampled steps eagerly. context: keys of a longer row, for
-    `forecast_sharpness`. `close` at the end.
+    `forecast_sharpness`. `close` at the end. Raises ValueError, one line, for what is no adapter.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Probe:
         graph: bool = False,
         context: int | None = None,
     ):
+        check(adapters, sites.hookable(model))
         self.model = model
         self.rows = rows
         self.sequences = sequences
@@ -157,7 +159,8 @@ class Probe:
             tap = None
         if tap is None:
             tap = self._local.tap = Tap(HANDLERS, self.gather, self.failed, self._choose, self._look)
-        tap.enter(Frame(name, module, name in self._owners, adapter=self._adapted.get(name)))
+        adapter = self._adapted.get(name)
+        tap.enter(Frame(name, module, name in self._owners or hasattr(adapter, "match"), adapter=adapter))
 
     def leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
         tap = getattr(self._local, "tap", None)
@@ -207,15 +210,15 @@ class Probe:
         attention = seen.attention
         rows = sample_rows(attention.queries, self.rows, self._turn * _GOLDEN % 1.0)
         layer = self._layer(name, attention)
-        asked = replace(attention, dtype=_dtype(attention), context=self.context)
+        asked = replace(attention, dtype=computed_in(attention), context=self.context)
         look = self._look and name not in self._drafts
         with torch.no_grad():
             if look and hasattr(frame.adapter, "weights"):
-                w_q, w_k, note = frame.adapter.weights(frame.module)
-                seen = seen._replace(weights=(w_q, w_k), source=note or "weights as the adapter gives them")
+                pair_of_weights, source = given_weights(frame.adapter, frame.module, attention)
+                seen = seen._replace(weights=pair_of_weights, source=source)
             # In the caller's autocast, in which the norms were called.
             sides = self._sides(layer, frame, seen) if look else {}
-            with _full_precision(attention.device):
+            with full_precision(attention.device):
                 pair = measure(asked, self._choose(attention.batch), rows)
                 seen = seen._replace(channels=look and weights.over_channels(frame, attention))
                 fresh = draft(seen, pair, sides, look, frame.module)
@@ -231,7 +234,7 @@ class Probe:
         layer = self.layers.setdefault(name, Layer(name))
         layer.heads, layer.head_dim = attention.heads, attention.head_dim
         layer.kv_heads = layer.kv_heads or attention.kv_heads
-        layer.dtype = str(_dtype(attention)).removeprefix("torch.")
+        layer.dtype = str(computed_in(attention)).removeprefix("torch.")
         return layer
 
     def _sides(self, layer: Layer, frame: Frame, seen: Seen) -> dict[str, weights.Side]:
@@ -287,7 +290,7 @@ class Probe:
         return Reading(measured, layers, values, extra, problems, self._seconds + time.perf_counter() - start)
 
     def _compare(self, name: str, made: Draft) -> None:
-        with torch.no_grad(), _full_precision(made.pair[0].device):
+        with torch.no_grad(), full_precision(made.pair[0].device):
             try:
                 made.compare()
             except Exception as error:
@@ -359,25 +362,6 @@ def observe(
     """
     for probe in _ARMED:
         probe.observe(module, Attention(q=q, k=k, scale=scale, mask=mask, causal=causal))
-
-
-def _dtype(attention: Attention) -> torch.dtype:
-    """What the logits are computed in: under autocast the fused kernels cast q and k first."""
-    shaped = attention.scores if attention.scores is not None else attention.q
-    assert shaped is not None
-    kind = shaped.device.type
-    if attention.scores is None and shaped.dtype == torch.float32 and torch.amp.is_autocast_available(kind):
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else shaped.dtype
-    return shaped.dtype
-
-
-@contextlib.contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    if torch.amp.is_autocast_available(device.type):
-        with torch.autocast(device.type, enabled=False):
-            yield
-    else:
-        yield
 
 
 def _to_host(parts: list[Tensor]) -> list[NDArray[np.float64]]:

@@ -51,7 +51,8 @@ def owners(model: nn.Module) -> set[str]:
     """Clean names of modules that hold a weight matrix: attention belongs to the innermost one that does."""
     found: set[str] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.dim() >= 2:
+        # DeepSpeed's ZeRO-3 leaves an empty tensor outside of the forward, and the real shape beside it.
+        if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2:
             parts = clean_name(name).split(".")
             found.update(".".join(parts[:end]) for end in range(len(parts)))
     return found

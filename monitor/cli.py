@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -81,6 +83,21 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     report.set_defaults(command=_report)
 
+    replay = commands.add_parser(
+        "replay",
+        help="rules over stored runs: what would have fired when, and how many steps before the loss",
+        description="Asks rules of stored runs as they were asked live. Without --rules each run is asked its own. "
+        "Leads are steps from a warning that still stood to the step at which the loss began to diverge.",
+    )
+    replay.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    replay.add_argument("--rules", type=Path, metavar="FILE", help="other rules; shows how they differ from the run")
+    replay.add_argument(
+        "--sweep", metavar="METRIC=a:b:n",
+        help="replay with n numbers from a to b in place of those that the rules compare METRIC with",
+    )  # fmt: skip
+    replay.add_argument("--json", action="store_true", help="print JSON")
+    replay.set_defaults(command=_replay)
+
     rules = commands.add_parser(
         "rules",
         help="the default rules as TOML, to edit",
@@ -103,6 +120,7 @@ def _demo(options: argparse.Namespace) -> int:
 
     from attnwatch.monitor import demo  # loads torch, seconds on a cold disk
     from attnwatch.monitor.store import open_run
+    from attnwatch.reports.html import write_page_and_summary
 
     console = Console(highlight=False, soft_wrap=True)
     logging.getLogger("attnwatch").addHandler(logging.NullHandler())  # the screen says the same more shortly
@@ -119,7 +137,7 @@ def _demo(options: argparse.Namespace) -> int:
             bar = bars.add_task(variant, total=demo.STEPS, loss=float("nan"))
             demo.train(variant, out / variant, [_Screen(bars, bar)])
     runs = [open_run(out / variant) for variant in demo.VARIANTS]
-    page = _write(runs, out / "report.html")
+    page = write_page_and_summary(runs, out / "report.html")
     for run in runs:
         console.print(f"{run.path.name:8} {_outcome(run)}", markup=False)
     console.print(f"{time.monotonic() - started:.0f} s; the report on both: {page}", markup=False)
@@ -165,26 +183,64 @@ def _outcome(run: Run) -> str:
     return "; ".join(parts)
 
 
-# --- report and rules ------------------------------------------------------------------------------------------------
+# --- replay, report and rules ------------------------------------------------------------------------------------------------
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from attnwatch.monitor.predictors import first_crossings
+    from attnwatch.monitor.replay import changes, replay, rules_of
+    from attnwatch.monitor.rules import load_rules
+    from attnwatch.monitor.store import open_run
+    from attnwatch.monitor.sweep import parse_sweep, run_sweep
+    from attnwatch.reports import replays
+
+    given = None if options.rules is None else load_rules(options.rules)
+    sweep = None if options.sweep is None else parse_sweep(options.sweep)
+    runs = [open_run(path) for path in options.runs]
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
+    if sweep is not None:
+        with _progress(runs) as look:
+            points = run_sweep(runs, lambda run: given or rules_of(run), sweep, look)
+        if options.json:
+            print(json.dumps(replays.sweep_as_data(points), indent=1, allow_nan=False))
+        else:
+            replays.show_sweep(points, sweep.metric, console)
+        return 0
+    findings = []
+    with _progress(runs) as look:
+        for run in runs:
+            replayed = replay(run, rules_of(run) if given is None else given, look)
+            differing = None if given is None else changes(run.alerts, replayed.alerts)
+            findings.append(replays.Finding(run, replayed, differing, first_crossings(run)))
+    if options.json:
+        print(json.dumps(replays.as_data(findings), indent=1, allow_nan=False))
+    else:
+        replays.show(findings, console)
+    return 0
+
+
+@contextmanager
+def _progress(runs: Sequence[Run]) -> Iterator[Callable[[object], None]]:
+    """What to call with every sample replayed: a bar on a terminal, until the end."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bars:
+        bar = bars.add_task("samples", total=sum(len(run.steps) for run in runs))
+        yield lambda _: bars.advance(bar)
 
 
 def _report(options: argparse.Namespace) -> int:
     from attnwatch.monitor.store import open_run
+    from attnwatch.reports.html import write_page_and_summary
 
     runs = [open_run(path) for path in options.runs]
     beside = runs[0].path if len(runs) == 1 else Path()
-    print(_write(runs, options.output or beside / "report.html"))
+    print(write_page_and_summary(runs, options.output or beside / "report.html"))
     return int(options.fail_on is not None and any(_fired(run, options.fail_on) for run in runs))
-
-
-def _write(runs: Sequence[Run], output: Path) -> Path:
-    """The page and, beside it, summary.json: of one run its summary, of several a list."""
-    from attnwatch.reports.html import write_report
-    from attnwatch.reports.summary import write_summary
-
-    page = write_report(runs, output)
-    write_summary(runs, page.with_name("summary.json"))
-    return page
 
 
 def _fired(run: Run, severity: str) -> bool:

@@ -10,8 +10,8 @@
 
 Numbers and truths are float64 arrays `[L, H]` (layers x heads; an axis of length 1 stands for all). A comparison with
 NaN is unknown. Inside, a truth is 1, 0 or 0.5 for unknown: Kleene's `and or not` are then the minimum, the maximum
-and 1 - x. Arithmetic is IEEE's: 1 / 0 is infinite. Functions of a head's own past (history.py) take in one value each time the condition is evaluated, so every
-part is evaluated every time, also where the outcome is already clear.
+and 1 - x. Arithmetic is IEEE's: 1 / 0 is infinite. Functions of a head's own past (history.py) take in one value each
+time the condition is evaluated, so every part is evaluated every time, also where the outcome is already clear.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 from attnwatch.monitor.history import Array, Extreme, Window, first, mean, median, slope
 from attnwatch.monitor.sample import UsageError
 from attnwatch.monitor.state import State
+from attnwatch.monitor.tokens import COMPARISONS, Token, tokenize
 
 Values = Mapping[str, Array]
 
-# Text comes from files that others wrote: these bounds keep the recursion below a hundred or so Python frames.
-MAX_LENGTH = 4000
+# Text comes from files that others wrote: with MAX_LENGTH this keeps the recursion below a hundred or so Python frames.
 MAX_DEPTH = 20
 MAX_WINDOW = 10_000
 
@@ -67,7 +67,7 @@ _ARITHMETIC: dict[str, Callable[[Array, Array], Array]] = {
     "*": operator.mul,
     "/": operator.truediv,
 }
-_COMPARISONS: dict[str, Callable[[Array, Array], NDArray[np.bool_]]] = {
+_COMPARE: dict[str, Callable[[Array, Array], NDArray[np.bool_]]] = {
     "<": operator.lt,
     "<=": operator.le,
     ">": operator.gt,
@@ -92,7 +92,7 @@ class _Comparison:
     """Remembers its two sides of the newest evaluation, from which the heads are ranked."""
 
     def __init__(self, symbol: str, left: _Node, right: _Node) -> None:
-        self._compare = _COMPARISONS[symbol]
+        self._compare = _COMPARE[symbol]
         self._left, self._right = left.run, right.run
         self.sides = (np.empty((0, 0)), np.empty((0, 0)))
 
@@ -154,43 +154,11 @@ def parse(text: str, names: Collection[str] | None) -> Condition:
     return Condition(root, tuple(parser.names), parser.first, parser.pasts)
 
 
-class _Token(NamedTuple):
-    kind: str  # number, name, symbol, end
-    text: str
-    column: int
-
-    def __str__(self) -> str:
-        return "the end" if self.kind == "end" else repr(self.text if len(self.text) < 40 else self.text[:37] + "...")
-
-
-_TOKEN = re.compile(
-    r"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
-    r"|(?P<name>scalar\.[A-Za-z_][A-Za-z0-9_]*|[A-Za-z_][A-Za-z0-9_]*)"
-    r"|(?P<symbol><=|>=|==|!=|[-+*/<>(),])"
-)
-
-
-def _tokens(text: str) -> list[_Token]:
-    if len(text) > MAX_LENGTH:
-        raise UsageError(f"column {MAX_LENGTH + 1}: expected at most {MAX_LENGTH} characters, found {len(text)}")
-    tokens, at = [], 0
-    while at < len(text):
-        if text[at] in " \t\r\n":
-            at += 1
-            continue
-        match = _TOKEN.match(text, at)
-        if match is None or match.lastgroup is None:
-            raise UsageError(f"column {at + 1}: expected a number, a name, an operator or '(', found {text[at]!r}")
-        tokens.append(_Token(match.lastgroup, match.group(), at + 1))
-        at = match.end()
-    return [*tokens, _Token("end", "", len(text) + 1)]
-
-
 class _Parser:
     """Recursive descent over the grammar at the head of this file: one method a line of it."""
 
     def __init__(self, text: str, names: Collection[str] | None) -> None:
-        self._tokens = _tokens(text)
+        self._tokens = tokenize(text)
         self._exist = names
         self._depth = 0
         self.names: dict[str, None] = {}  # an ordered set
@@ -198,7 +166,7 @@ class _Parser:
         self.pasts: list[Extreme | Window] = []
 
     @property
-    def token(self) -> _Token:
+    def token(self) -> Token:
         return self._tokens[0]
 
     def expected(self, what: str) -> UsageError:
@@ -214,7 +182,7 @@ class _Parser:
             raise UsageError(f"column {node.column}: expected a number, found a comparison")
         return node
 
-    def _take(self, *texts: str) -> _Token | None:
+    def _take(self, *texts: str) -> Token | None:
         if self.token.kind in ("name", "symbol") and self.token.text in texts:
             return self._tokens.pop(0)
         return None
@@ -246,12 +214,12 @@ class _Parser:
 
     def comparison(self) -> _Node:
         left = self.sum()
-        symbol = self._take(*_COMPARISONS)
+        symbol = self._take(*COMPARISONS)
         if not symbol:
             return left
         node = _Comparison(symbol.text, self.number(left), self.number(self.sum()))
         self.first = self.first or node
-        if self.token.text in _COMPARISONS:
+        if self.token.text in COMPARISONS:
             raise self.expected("one comparison at a time (a < b and b < c)")
         return _Node(node, True, left.column)
 
@@ -342,7 +310,7 @@ class _Parser:
         self.pasts.append(past)
         return past
 
-    def _call(self, token: _Token, x: Callable[[Values], Array], function: Callable[[Array], Array]) -> _Node:
+    def _call(self, token: Token, x: Callable[[Values], Array], function: Callable[[Array], Array]) -> _Node:
         self._close(")")
         return _Node(lambda values: function(x(values)), token.text == "finite", token.column)
 

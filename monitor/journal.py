@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from attnwatch.monitor.alerts import Alert
 from attnwatch.monitor.sample import Problem, Sample, Update
 from attnwatch.monitor.store import RunWriter
 
@@ -41,6 +42,12 @@ class Journal:
 
     def event(self, name: str, step: int, content: Mapping[str, Any]) -> None:
         self.safely(RUN, lambda: self._writer.event({"event": name, "step": step, **content}))
+
+    def alert(self, alert: Alert) -> None:
+        """Pending ones come and go; the run keeps what fired."""
+        if alert.fired_step is not None:
+            step = alert.fired_step if alert.resolved_step is None else alert.resolved_step
+            self.event("alert", step, asdict(alert))
 
     def tell(self, update: Update) -> None:
         for output in list(self.outputs):

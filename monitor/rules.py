@@ -203,7 +203,7 @@ class Engine:
         }
 
     def resumed(self, state: Mapping[str, Any]) -> Engine:
-        """An engine of the same rules and metrics that goes on from a state. Raises UsageError, and says what differs."""
+        """An engine of the same rules and metrics that goes on from a state. Raises UsageError: what differs."""
         engine = Engine(self._rules, self._metrics)
         fresh = engine.state_dict()
         try:

@@ -32,9 +32,9 @@ class Run:
     metrics, layers (names) and heads (the widest layer's): the axes of `metric`. steps, times (unix seconds), seconds
     (cost of the sample): `[S]`, in order of step; where a step was recorded twice the later record counts.
     alerts: the newest state of each, oldest first. coverage: the newest of each layer; coverages: all of it, each with
-    the step from which it held. unmeasured: steps at which a sample was to be taken and gave nothing. resumed: the state
-    of the rule engine with which the run began, None for a fresh one. problems: those the run recorded, then what could
-    not be read (`where` is the file, `step` the last one read before it).
+    the step from which it held. unmeasured: steps at which a sample was to be taken and gave nothing. resumed: the
+    state of the rule engine with which the run began, None for a fresh one. problems: those the run recorded, then what
+    could not be read (`where` is the file, `step` the last one read before it).
     """
 
     steps: NDArray[np.int64]

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,11 +25,12 @@ from attnwatch.monitor.alerts import SEVERITIES, Alert
 from attnwatch.monitor.journal import Journal
 from attnwatch.monitor.journal import Output as Output
 from attnwatch.monitor.options import SPECTRUM_EVERY, Options, choose_rules, header, run_directory
-from attnwatch.monitor.outputs.log import LogOutput, coverage_line
+from attnwatch.monitor.outputs.log import LogOutput, coverage_line, firing_lines
 from attnwatch.monitor.outputs.prometheus import PrometheusOutput
 from attnwatch.monitor.rules import Engine, Rule
 from attnwatch.monitor.sample import Coverage, Metric, Problem, Sample, Update, UsageError
 from attnwatch.monitor.scalars import Pending
+from attnwatch.monitor.state import Counts, thaw_counts
 from attnwatch.monitor.store import RunWriter
 
 
@@ -53,6 +55,7 @@ def watch(
     outputs: Sequence[Output] = (),
     prometheus: int | None = None,
     report: bool = True,
+    adapters: Sequence[Any] = (),
     compiled: str = "eager",
     context: int | None = None,
     stop_on: str | None = None,
@@ -67,6 +70,7 @@ def watch(
     rules: a TOML file or a list of `Rule`; None: the default rules (`attnwatch rules` prints them).
     outputs: more objects with `write(update)` and `close()`. prometheus: a port on 127.0.0.1, 0 picks one.
     report: write `report.html` and `summary.json` into the run at `close()`.
+    adapters: objects that tell of your own attention layers by `match`, `weights` or `record` (hooks/adapters.py).
     compiled: how to see into torch.compile. "eager": sampled steps run eagerly (their rounding too), the compiled graphs
         are kept and used between them. "graph": an operator stands in the graphs that inductor compiles from now on
         (what was compiled before is compiled anew); every step runs compiled, with the same bits as unwatched. It sees
@@ -81,7 +85,7 @@ def watch(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module to watch, found {type(model).__name__}")
-    if not sites.may_hold_attention(model):
+    if not adapters and not sites.may_hold_attention(model):
         raise UsageError(
             f"expected a model with attention, found none in {type(model).__name__} (no module or forward code names "
             "it); call attnwatch.observe(module, q, k) in the forward of an attention that has no softmax"
@@ -102,7 +106,7 @@ def watch(
         context=context,
     )
     try:
-        probe = Probe(model, rows, sequences, graph=compiled == "graph", context=context)
+        probe = Probe(model, rows, sequences, adapters, graph=compiled == "graph", context=context)
     except ValueError as error:
         raise UsageError(str(error)) from None
     metrics = tuple(Metric(*metric) for metric in METRICS)
@@ -156,7 +160,7 @@ class Monitor:
             # A compiled optimizer.step would trace its hooks. This one also keeps a monitor that no variable holds.
             self._counter = optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: self._count_step()))
         self._process = os.getpid()
-        self._at_exit = _weakly(weakref.WeakMethod(self._drop))
+        self._at_exit = partial(_if_alive, weakref.WeakMethod(self._drop))
         atexit.register(self._at_exit)
         self._closed = False
         self._journal.safely("hooks", self._arm)
@@ -200,12 +204,36 @@ class Monitor:
     def report(self) -> Path:
         """Write `report.html` and `summary.json` into the run directory, as things stand; the page's path."""
         from attnwatch.monitor.store import open_run
-        from attnwatch.reports.html import write_report
-        from attnwatch.reports.summary import write_summary
+        from attnwatch.reports.html import write_page_and_summary
 
-        run = open_run(self.run)
-        write_summary([run], self.run / "summary.json")
-        return write_report([run], self.run / "report.html")
+        return write_page_and_summary([open_run(self.run)], self.run / "report.html")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to keep in a checkpoint: counts, alerts and what the rules remember, as data for JSON or `torch.save`.
+
+        Scalars that an accelerator still holds are read for it. Never raises.
+        """
+        self._journal.safely("monitor", self._flush)
+        counts = Counts(self._step, self._count, self._samples, self._seconds)
+        return {"counts": counts._asdict(), "engine": self._engine.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken: no alert is repeated or forgotten. Call it right after `watch`.
+
+        The new run directory begins with the alerts of the old one. Raises UsageError after the first step, and for a
+        state of other rules or metrics.
+        """
+        if self._closed or self._count:
+            raise UsageError("expected load_state_dict right after watch(), found steps done; call it before the first")
+        counts, self._engine = thaw_counts(state), self._engine.resumed(state["engine"])
+        self._step, self._count, self._samples, self._seconds = counts
+        self._journal.step, self._scalars = self._step, self._engine.scalars
+        self._journal.event("resumed", self._step, {"state": self._engine.state_dict()})
+        for alert in self._engine.alerts:
+            self._journal.alert(alert)
+        if self._count % self._options.every:
+            self._armed = False
+            self._journal.safely("hooks", self._probe.disarm)
 
     def close(self) -> None:
         """Take the hooks off, write what is pending and the report, close the outputs. Idempotent."""
@@ -241,14 +269,11 @@ class Monitor:
 
     def __str__(self) -> str:
         covered = coverage_line(self._coverage) if self._coverage else "no sample yet"
-        firing = [
-            f"{a.severity} {a.rule} at {a.place} since step {a.fired_step}" for a in self.alerts if a.state == "firing"
-        ]
         until = -self._count % self._options.every
         following = "closed" if self._closed else f"next sampled step {self._step + 1 + until}"
         return "\n".join(
             [f"attnwatch: {covered}", f"  step {max(self._step, 0)}, {following}, recorded in {self.run}"]
-            + [f"  alert: {line}" for line in firing or ["none firing"]]
+            + [f"  alert: {line}" for line in firing_lines(self.alerts)]
             + [f"  problem: {problem.where}: {problem.text}" for problem in self.problems]
         )
 
@@ -281,7 +306,8 @@ class Monitor:
             self._journal.safely("hooks", self._arm)
 
     def _arm(self) -> None:
-        self._probe.arm(look=self._samples % self._options.spectrum_every == 0 or self._probe.due)
+        is_first = not self._coverage  # of this process: nothing is proved yet
+        self._probe.arm(look=is_first or self._samples % self._options.spectrum_every == 0 or self._probe.due)
         self._armed = True
 
     def _take_sample(self) -> None:
@@ -295,6 +321,8 @@ class Monitor:
         if reading.measured:
             self.last = sample
             self._journal.sample(sample)
+        else:
+            self._journal.event("unmeasured", self._step, {})
         self._told(self._engine.on_sample(sample, self._coverage, self._scalars))
         self._tell(is_new=bool(reading.measured))
 
@@ -349,10 +377,7 @@ class Monitor:
     def _told(self, changed: Sequence[Alert]) -> None:
         for alert in changed:
             self._changed.append(alert)
-            if alert.fired_step is None:
-                continue  # pending ones come and go; the run keeps what fired
-            step = alert.fired_step if alert.resolved_step is None else alert.resolved_step
-            self._journal.event("alert", step, asdict(alert))
+            self._journal.alert(alert)
             if self._options.stop_on and alert.state == "firing":
                 grave = SEVERITIES.index(alert.severity) >= SEVERITIES.index(self._options.stop_on)
                 self._stop = self._stop or (alert if grave else None)
@@ -367,12 +392,7 @@ class Monitor:
         self._journal.tell(update)
 
 
-def _weakly(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
-    """Calls the method if its object still lives."""
-
-    def call() -> None:
-        alive = method()
-        if alive is not None:
-            alive()
-
-    return call
+def _if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    alive = method()
+    if alive is not None:
+        alive()

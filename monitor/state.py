@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attnwatch.monitor.alerts import Alert
+from attnwatch.monitor.sample import UsageError
 
 State = dict[str, Any]
 """Only dicts with text as keys, lists, text, whole numbers, finite floats and None."""
@@ -50,3 +52,29 @@ def freeze_alert(alert: Alert) -> State:
 def thaw_alert(state: State) -> Alert:
     heads = tuple((str(layer), int(head)) for layer, head in state["heads"])
     return Alert(**{**state, "heads": heads, "values": thaw_numbers(state["values"])})
+
+
+class Counts(NamedTuple):
+    """How far a run has come. step: the newest finished one, -1 before the first. finished: steps while watched.
+
+    seconds: cost of the samples."""
+
+    step: int
+    finished: int
+    samples: int
+    seconds: float
+
+
+def thaw_counts(state: Mapping[str, Any]) -> Counts:
+    """The counts in the state of a monitor. Raises UsageError for what is none."""
+    try:
+        counts = Counts(**state["counts"])
+        numbers = (operator.index(counts.step), operator.index(counts.finished), operator.index(counts.samples))
+        if min(numbers) < -1 or not isinstance(state["engine"], Mapping):
+            raise ValueError
+        return Counts(*numbers, float(counts.seconds))
+    except (KeyError, TypeError, ValueError):
+        raise UsageError(
+            f"expected what monitor.state_dict() gave, found {' '.join(repr(state)[:60].split())}; pass that, or go on "
+            "without it"
+        ) from None

@@ -18,7 +18,7 @@ from attnwatch.reports import heat
 from attnwatch.reports.charts import Scale, number
 from attnwatch.reports.heads import heat_maps, worst_heads
 from attnwatch.reports.panels import Detail, panel, reduce, thresholds, value_scale
-from attnwatch.reports.summary import fired, last_step, lead, main_alert, onset, summarize
+from attnwatch.reports.summary import fired, last_step, lead, main_alert, onset, summarize, write_summary
 from attnwatch.reports.timeline import loss_scale, timeline
 from attnwatch.reports.words import GROUPS, READING
 
@@ -47,6 +47,13 @@ def write_report(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
             f"expected a place to write the report, found {str(target)!r} ({error.strerror}); give another file"
         ) from error
     return target
+
+
+def write_page_and_summary(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
+    """The page and, beside it, summary.json; the page's path. Raises UsageError where they cannot be written."""
+    page = write_report(runs, path)
+    write_summary(runs, page.with_name("summary.json"))
+    return page
 
 
 def render(runs: Sequence[Run]) -> str:

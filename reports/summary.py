@@ -35,10 +35,10 @@ def summarize(run: Run) -> dict[str, Any]:
         "divergence_step": onset(run),
         "lead": lead(run),
         "leads": leads(run),
-        "main_alert": None if worst is None else _plain(asdict(worst)),
-        "alerts": [_plain(asdict(alert)) for alert in run.alerts],
+        "main_alert": None if worst is None else plain(asdict(worst)),
+        "alerts": [plain(asdict(alert)) for alert in run.alerts],
         "coverage": counts(run),
-        "problems": [_plain(asdict(problem)) for problem in run.problems],
+        "problems": [plain(asdict(problem)) for problem in run.problems],
         "seconds": float(np.nansum(run.seconds)),
     }
 
@@ -151,9 +151,9 @@ def _limits(run: Run) -> str:
     return f"{so_far}, as far as seen: {' and '.join(parts)}" if parts else so_far
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not isfinite(value) else value

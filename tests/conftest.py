@@ -21,7 +21,7 @@ from tests import made_runs
 from attnwatch.monitor.run import Run
 from attnwatch.monitor.store import open_run
 
-# Tiny tensors on shared cores: a second thread mostly waits for the first. Before torch is loaded, for subprocesses too.
+# Tiny tensors on shared cores: a second thread mostly waits. Set before torch is loaded, and for subprocesses too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 Query = Callable[[str], dict[tuple[str, ...], float]]

@@ -254,3 +254,15 @@ def spectrum(w_q: Array, w_k: Array) -> dict[str, list[float]]:
 
 def _directions(energy: Array) -> int:
     return next(i + 1 for i in range(len(energy)) if energy[: i + 1].sum() >= 0.9 * energy.sum())
+
+
+def update(w_q: Array, w_k: Array, new_q: Array, new_k: Array) -> dict[str, list[float]]:
+    """Weights `[H, d, in_q]`, `[Hk, d, in_k]` before and after a step: every product and change formed outright."""
+    group = len(w_q) // len(w_k)
+    out: dict[str, list[float]] = {"update_ratio": [], "update_rank": []}
+    for h in range(len(w_q)):
+        q, k, q2, k2 = w_q[h], w_k[h // group], new_q[h], new_k[h // group]
+        out["update_ratio"].append(float(np.linalg.norm(q2.T @ k2 - q.T @ k, 2) / np.linalg.norm(q.T @ k, 2)))
+        first = (q2 - q).T @ k + q.T @ (k2 - k)
+        out["update_rank"].append(effective_rank(np.linalg.svd(first, compute_uv=False) ** 2))
+    return out

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnwatch.monitor.conditions import FUNCTIONS, MAX_DEPTH, MAX_LENGTH, parse
+from attnwatch.monitor.conditions import FUNCTIONS, MAX_DEPTH, parse
 from attnwatch.monitor.sample import UsageError
+from attnwatch.monitor.tokens import MAX_LENGTH
 
 NAN = math.nan
 NAMES = ("a", "b", "entropy_ratio", "loss")

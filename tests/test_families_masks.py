@@ -1,5 +1,5 @@
-"""What a row sees: padding on either side, packed sequences, masks of the user's own, windows; for every implementation,
-flash kernels included, which get no mask at all."""
+"""What a row sees: padding on either side, packed sequences, masks of the user's own, windows; for every
+implementation, flash kernels included, which get no mask at all."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_packed_sequences_told_by_their_ends() -> None:
     ("implementation", "kind"), [("eager", torch.float32), ("sdpa", torch.float32), ("sdpa", torch.bool)]
 )
 def test_a_prefix_that_all_rows_see(implementation: str, kind: torch.dtype) -> None:
-    """A mask `[B, 1, T, T]` of the user's own: the first four keys, and those before; True, or 0 and the dtype's minimum."""
+    """A mask `[B, 1, T, T]` of the user's own: the first four keys and those before; True, or 0 and a dtype's minimum."""
     causal = torch.ones(12, 12, dtype=torch.bool).tril()
     causal[:, :4] = True
     mask = causal.expand(2, 1, -1, -1)
@@ -137,7 +137,7 @@ def test_a_prefix_that_all_rows_see(implementation: str, kind: torch.dtype) -> N
 
 
 def test_keys_of_a_trained_prefix() -> None:
-    """PEFT's prefix tuning puts four keys, made by no projection, before the first: logits are known, weights are not."""
+    """PEFT's prefix tuning puts four keys, made by no projection, before the first: only the logits are known."""
     import peft
 
     batch = zoo.inputs("Llama")

@@ -1,5 +1,5 @@
-"""Which rows are W_q and W_k: the right ones are proved, every other reading of the same projections fails the proof, and
-the spectra are those of the right weights, head by head, in float64."""
+"""Which rows are W_q and W_k: the right ones are proved, every other reading of the same projections fails the proof,
+and the spectra are those of the right weights, head by head, in float64."""
 
 from __future__ import annotations
 
@@ -95,17 +95,17 @@ def test_spectra_are_those_of_the_right_weights(name: str) -> None:
 
 
 LAYOUTS = {
-    **{name: ("q_proj", "k_proj", "whole", "whole") for name in ("Llama", "Mistral", "Qwen3", "Gemma 2", "Gemma 3")},
-    **{name: ("q_proj", "k_proj", "whole", "whole") for name in ("OLMo 2", "gpt-oss", "GPT-Neo", "ViT", "CLIP")},
-    **{name: ("q_proj", "k_proj", "whole", "whole") for name in ("BART", "Whisper")},
-    **{name: ("query", "key", "whole", "whole") for name in ("BERT", "RoBERTa")},
+    **dict.fromkeys(("Llama", "Mistral", "Qwen3", "Gemma 2", "Gemma 3"), ("q_proj", "k_proj", "whole", "whole")),
+    **dict.fromkeys(("OLMo 2", "gpt-oss", "GPT-Neo", "ViT", "CLIP"), ("q_proj", "k_proj", "whole", "whole")),
+    **dict.fromkeys(("BART", "Whisper"), ("q_proj", "k_proj", "whole", "whole")),
+    **dict.fromkeys(("BERT", "RoBERTa"), ("query", "key", "whole", "whole")),
     "T5": ("q", "k", "whole", "whole"),
     "DeBERTa-v2": ("query_proj", "key_proj", "whole", "whole"),
     "Phi-3": ("qkv_proj", "qkv_proj", "rows 0 to 32", "rows 32 to 48"),
     "GPT-2": ("c_attn", "c_attn", "rows 0 to 32", "rows 32 to 64"),
     "GPT-2 (upcast)": ("c_attn", "c_attn", "rows 0 to 32", "rows 32 to 64"),
     "ModernBERT": ("Wqkv", "Wqkv", "rows 0 to 32", "rows 32 to 64"),
-    **{name: ("query_key_value",) * 2 + ("4 groups of [1 q, k, v]",) * 2 for name in ("GPT-NeoX", "BLOOM")},
+    **dict.fromkeys(("GPT-NeoX", "BLOOM"), ("query_key_value",) * 2 + ("4 groups of [1 q, k, v]",) * 2),
     "Falcon": ("query_key_value",) * 2 + ("2 groups of [2 q, k, v]",) * 2,
     "DeepSeek-V3": (
         "q_b_proj",

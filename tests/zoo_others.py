@@ -59,11 +59,17 @@ def timm(name: str, fused: bool = True) -> nn.Module:
 
 def with_lora(model: nn.Module, *, dropout: float = 0.0, targets: tuple[str, ...] = ("q_proj", "k_proj")) -> Any:
     """A model with low-rank updates that are not zero, in training mode."""
-    peft = importlib.import_module("peft")
-    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, target_modules=list(targets))
-    made = peft.get_peft_model(model, config)
+    importlib.import_module("tests.vision")  # before transformers
+    made = importlib.import_module("peft").get_peft_model(model, lora(dropout, targets))
     grow(made)
+    made.requires_grad_()  # something is left to train when the updates are merged or disabled
     return made.train()
+
+
+def lora(dropout: float = 0.0, targets: tuple[str, ...] = ("q_proj", "k_proj")) -> Any:
+    config = importlib.import_module("peft").LoraConfig
+    transposed = targets == ("c_attn",)
+    return config(r=4, lora_alpha=8, lora_dropout=dropout, target_modules=list(targets), fan_in_fan_out=transposed)
 
 
 def grow(model: nn.Module, seed: int = 3) -> None:

@@ -41,7 +41,7 @@ def corpus(pattern: str) -> Tensor:
 @cache
 def digits(patch: int) -> tuple[Tensor, Tensor]:
     """`[1797, T, patch * patch]` in -1 to 1, and classes `[1797]`."""
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32) / 8 - 1

@@ -7,10 +7,9 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from benchmarks.detection.data import START, Batch
 from benchmarks.detection.recipe import Recipe
+from torch import Tensor, nn
 
 CLASSES = {"digits_2": 10, "digits_1": 10}
 PATCH = {"digits_2": 2, "digits_1": 1}
@@ -55,7 +54,7 @@ class Attention(nn.Module):
             seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
         if seen is not None:
             scores = scores.masked_fill(~seen, -torch.inf)
-        return cast(Tensor, scores.float().softmax(-1) @ v)
+        return scores.float().softmax(-1) @ v
 
 
 class Unit(nn.Module):
@@ -216,7 +215,7 @@ def _sinks(model: Transformer, keys: list[Tensor], strength: float) -> None:
     keys: for each head of a layer a direction of unit length, orthogonal to the others.
     """
     common = _directions(model, len(keys) + 1)[-1]
-    model.position += 4 * common
+    model.position.add_(4 * common)
     for attention in _attentions(model):
         size = attention.q_proj.weight.shape[0] // attention.heads
         for head, key in enumerate(keys):
@@ -228,7 +227,8 @@ def _directions(model: Transformer, count: int) -> Tensor:
     """`[count, width]`, orthonormal and of mean 0, so that layer norms keep them; always the same."""
     width = model.position.shape[1]
     drawn = torch.randn(width, count, generator=torch.Generator().manual_seed(7))
-    return torch.linalg.qr(drawn - drawn.mean(0)).Q.T
+    basis: Tensor = torch.linalg.qr(drawn - drawn.mean(0)).Q
+    return basis.T
 
 
 def sinks_first(model: Transformer) -> None:
@@ -266,6 +266,5 @@ def sinks_separators(model: Transformer) -> None:
 
 
 STARTS: dict[str, Callable[[Transformer], None]] = {
-    start.__name__: start
-    for start in (tied, blind, sinks_first, sinks_apart, sinks_spread, sinks_separators)
+    start.__name__: start for start in (tied, blind, sinks_first, sinks_apart, sinks_spread, sinks_separators)
 }

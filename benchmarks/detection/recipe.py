@@ -10,8 +10,12 @@ Knots = tuple[tuple[int, float], ...]
 
 DIVERGES, COLLAPSES, OVERFLOWS, SINKS_LOST, UNIFORM = "diverges", "collapses", "overflows", "sinks lost", "uniform"
 SPIKES, HEALTHY = "spikes", "healthy"
-POSITIVE = (DIVERGES, COLLAPSES, OVERFLOWS, SINKS_LOST, UNIFORM)
-"""Labels of runs in which attention fails; of the others every alert about attention is a false one."""
+COLLAPSE = (DIVERGES, COLLAPSES, OVERFLOWS)
+"""Attention grows sparse and low-rank, its logits without bound."""
+OTHER = (SINKS_LOST, UNIFORM)
+"""The failures that look otherwise: heads lose what they had learned to look at."""
+SOUND = (HEALTHY, SPIKES)
+"""Nothing is wrong with the attention, whatever the loss does: every alert about it is a false one."""
 
 CODE = 1
 """Raise it when data, models or training change what a recipe means: every stored run is then made again."""
@@ -61,10 +65,6 @@ class Recipe:
     before_rate: float = 3e-3
     every: int = 5
     rows: int | None = 64
-
-    @property
-    def positive(self) -> bool:
-        return self.label in POSITIVE
 
     @property
     def folder(self) -> str:

@@ -39,8 +39,8 @@ def jump(before: float, after: float, at: int) -> Knots:
 
 HIGH, SANE = ramp(0.15, 800), constant(3e-3)
 
-TEXT = Recipe("text", DIVERGES, HIGH, 500, reference="sane", layers=6)
-IMAGES = replace(TEXT, data="digits_2", batch=32, rate=ramp(0.1, 1000), reference="sane_images")
+TEXT = Recipe("text", DIVERGES, HIGH, 500, reference="sane", layers=4, batch=8)
+IMAGES = replace(TEXT, data="digits_2", batch=16, rate=ramp(0.1, 1000), reference="sane_images")
 WITH_MLP = replace(TEXT, label=COLLAPSES, mlp=2, layers=4, rate=ramp(0.1, 600), reference="sane_mlp")
 
 DIVERGENT = (
@@ -128,10 +128,7 @@ PLAIN = (
 )
 
 NORMED = (
-    *(
-        replace(TEXT, name=f"norm_{norm}", norm=norm, label=HEALTHY)
-        for norm in ("rms", "layer", "l2", "rms_across")
-    ),
+    *(replace(TEXT, name=f"norm_{norm}", norm=norm, label=HEALTHY) for norm in ("rms", "layer", "l2", "rms_across")),
     *(
         replace(IMAGES, name=f"norm_{norm}_images", norm=norm, label=HEALTHY)
         for norm in ("rms", "layer", "l2", "rms_across")
@@ -170,7 +167,9 @@ BENIGN = (
     replace(SANE_TEXT, name="window_4", window=4, reference="sane_window"),
     replace(SANE_TEXT, name="restart", rate=((0, 1e-4), (50, 6e-3), (250, 1e-4), (251, 6e-3), (500, 1e-4))),
     replace(SANE_MLP, name="restart_mlp", rate=((0, 1e-4), (50, 6e-3), (250, 1e-4), (251, 6e-3), (500, 1e-4))),
-    replace(SANE_TEXT, name="fine_tuned", data="prose", before=500, rate=constant(1e-3), steps=300, reference="sane_prose"),
+    replace(
+        SANE_TEXT, name="fine_tuned", data="prose", before=500, rate=constant(1e-3), steps=300, reference="sane_prose"
+    ),
     replace(SANE_MLP, name="fine_tuned_mlp", data="prose", before=500, steps=300, reference=""),
 )
 
@@ -182,10 +181,28 @@ OTHER_FAILURES = (
 )
 
 LOSING = (
-    replace(SANE_TEXT, name="lose_first", label=SINKS_LOST, data="started", start="sinks_first", rate=jump(3e-3, 0.03, 250)),
-    replace(SANE_TEXT, name="lose_first_fast", label=SINKS_LOST, data="started", start="sinks_first", rate=jump(3e-3, 0.1, 250)),
-    replace(SANE_MLP, name="lose_first_mlp", label=SINKS_LOST, data="started", start="sinks_first", rate=jump(3e-3, 0.03, 250)),
-    replace(SANE_MLP, name="lose_periodic", label=UNIFORM, data="periodic", layers=3, rate=jump(3e-3, 0.1, 500), steps=700),
+    replace(
+        SANE_TEXT, name="lose_first", label=SINKS_LOST, data="started", start="sinks_first", rate=jump(3e-3, 0.03, 250)
+    ),
+    replace(
+        SANE_TEXT,
+        name="lose_first_fast",
+        label=SINKS_LOST,
+        data="started",
+        start="sinks_first",
+        rate=jump(3e-3, 0.1, 250),
+    ),
+    replace(
+        SANE_MLP,
+        name="lose_first_mlp",
+        label=SINKS_LOST,
+        data="started",
+        start="sinks_first",
+        rate=jump(3e-3, 0.03, 250),
+    ),
+    replace(
+        SANE_MLP, name="lose_periodic", label=UNIFORM, data="periodic", layers=3, rate=jump(3e-3, 0.1, 500), steps=700
+    ),
     replace(SANE_MLP, name="uniform_mlp", label=UNIFORM, rate=jump(3e-3, 0.1, 300)),
     replace(SANE_MLP, name="uniform_mlp_sgd", label=UNIFORM, optimizer="sgd", rate=jump(0.1, 3.0, 300)),
     replace(SANE_MLP, name="uniform_qwen3", label=UNIFORM, call="qwen3", rate=jump(3e-3, 0.3, 300)),

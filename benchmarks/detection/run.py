@@ -10,12 +10,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
+from benchmarks.detection.recipe import Recipe
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attnwatch.monitor.run import Run, open_run
 from attnwatch.monitor.sample import UsageError
-from benchmarks.detection.recipe import Recipe
 
 
 def stored(recipe: Recipe, runs: Path) -> Run | None:

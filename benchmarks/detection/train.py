@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from benchmarks.detection.data import IGNORED, SOURCES
+from benchmarks.detection.models import build
+from benchmarks.detection.recipe import Recipe
 from torch import nn
 from torch.optim import Optimizer
 
 import attnwatch
-from benchmarks.detection.data import IGNORED, SOURCES
-from benchmarks.detection.models import build
-from benchmarks.detection.recipe import Recipe
 
 AFTER = 20
 """Steps that a run goes on after its loss stopped being a number, so that a sample sees it."""

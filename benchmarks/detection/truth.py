@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
-
-from attnwatch.monitor.run import Run
 from benchmarks.detection.models import CLASSES
 from benchmarks.detection.recipe import (
     COLLAPSES,
@@ -19,6 +16,9 @@ from benchmarks.detection.recipe import (
     UNIFORM,
     Recipe,
 )
+from numpy.typing import NDArray
+
+from attnwatch.monitor.run import Run
 
 IMPAIRED = "impaired"
 """Learns worse than its reference while its attention looks as attention may: neither failure nor health is claimed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
 
 from attnwatch.monitor.alerts import Alert
 from attnwatch.monitor.sample import Coverage, Problem, Update
@@ -65,6 +66,12 @@ def coverage_line(coverage: tuple[Coverage, ...]) -> str:
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             parts.append(f"{len(names)} {state} ({', '.join(names[:_NAMED])}{more})")
     return ", ".join(parts)
+
+
+def firing_lines(alerts: Iterable[Alert]) -> list[str]:
+    """A line for each alert that fires now; "none firing" stands for none."""
+    lines = [f"{a.severity} {a.rule} at {a.place} since step {a.fired_step}" for a in alerts if a.state == "firing"]
+    return lines or ["none firing"]
 
 
 def _log(level: int, text: str) -> None:

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnwatch.hooks.attention import Attention as Attention
     from attnwatch.hooks.probe import observe as observe
     from attnwatch.hooks.spectrum import qk_statistics as qk_statistics
     from attnwatch.hooks.statistics import attention_statistics as attention_statistics
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Alert": "monitor.alerts",
+    "Attention": "hooks.attention",
     "Coverage": "monitor.sample",
     "Monitor": "monitor.session",
     "Rule": "monitor.rules",
@@ -43,7 +45,7 @@ _HOME = {
 
 __all__ = [  # noqa: RUF022 (the order users meet them)
     "watch", "observe", "attention_statistics", "qk_statistics", "open_run",
-    "Monitor", "Run", "Sample", "Alert", "Rule", "Coverage", "TrainingStopped", "UsageError",
+    "Monitor", "Run", "Sample", "Alert", "Rule", "Coverage", "Attention", "TrainingStopped", "UsageError",
 ]  # fmt: skip
 
 

@@ -1,0 +1,5 @@
+"""The crash benchmark: runs whose attention fails or does not, and what the rules say of them.
+
+python -m benchmarks.detection run      trains what is missing in runs/detection
+python -m benchmarks.detection table    writes docs/detection.md from it
+"""

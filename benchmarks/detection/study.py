@@ -1,0 +1,90 @@
+"""From stored runs to figures: every rule and every single predictor on both halves of the recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from benchmarks.detection.predictors import PREDICTORS, Predictor, candidates, crossing
+from benchmarks.detection.recipe import COLLAPSE, SOUND, Recipe
+from benchmarks.detection.replay import divergence, replay
+from benchmarks.detection.run import stored
+from benchmarks.detection.score import Case
+from benchmarks.detection.truth import Truth, find, rise
+from numpy.typing import NDArray
+
+from attnwatch.monitor.rules import Rule
+from attnwatch.monitor.run import Run
+
+HALVES = ("tuning", "report")
+
+
+class Known(NamedTuple):
+    recipe: Recipe
+    run: Run
+    truth: Truth
+
+
+def known(recipes: Sequence[Recipe], runs: Path) -> list[Known]:
+    """The recipes that were run, with what became of them; those whose reference was not run are left out."""
+    found = {recipe.name: stored(recipe, runs) for recipe in recipes}
+    result = []
+    for recipe in recipes:
+        run, reference = found[recipe.name], found.get(recipe.reference)
+        if run is not None and (reference is not None or not recipe.reference):
+            result.append(Known(recipe, run, find(recipe, run, reference)))
+    return result
+
+
+def cases(runs: Iterable[Known], rules: Sequence[Rule], thin: int = 1) -> list[Case]:
+    return [Case(x.recipe, x.truth, replay(x.run, divergence(rules, rise(x.recipe)), thin)) for x in runs]
+
+
+class Line(NamedTuple):
+    """A predictor with the line it is judged by."""
+
+    predictor: Predictor
+    value: float
+    origin: str
+
+    @property
+    def name(self) -> str:
+        """Of its rule and in the tables."""
+        return f"{self.predictor.metric} {'<' if self.predictor.below else '>'} {self.value:g} ({self.origin})"
+
+    def rule(self, number: int) -> Rule:
+        return self.predictor.rule(f"line_{number}", self.value)
+
+
+def lines(runs: Sequence[Known]) -> list[Line]:
+    """The published line of each predictor that has one, and the best line of every one on the tuning half."""
+    tuning = [x for x in runs if x.recipe.half == "tuning"]
+    found = []
+    for predictor in PREDICTORS:
+        if predictor.published is not None:
+            found.append(Line(predictor, predictor.published, "published"))
+        found.append(Line(predictor, best_line(predictor, tuning), "tuned"))
+    return found
+
+
+def best_line(predictor: Predictor, runs: Sequence[Known]) -> float:
+    """The line with the highest rate of detection less rate of false alarm, then with the longest median lead."""
+    positive = [x for x in runs if x.truth.label in COLLAPSE]
+    sound = [x for x in runs if x.truth.label in SOUND]
+    reaches = {x.recipe.name: _until_failure(x, predictor.reach(x.run)) for x in positive + sound}
+
+    def merit(line: float) -> tuple[float, float]:
+        found = [(x, at) for x in positive if (at := crossing(predictor, reaches[x.recipe.name], line)) is not None]
+        wolf = sum(crossing(predictor, reaches[x.recipe.name], line) is not None for x in sound)
+        leads = [x.truth.onset - int(x.run.steps[at]) for x, at in found if x.truth.onset is not None]
+        youden = len(found) / max(len(positive), 1) - wolf / max(len(sound), 1)
+        return round(youden, 9), float(np.median(leads)) if leads else 0.0
+
+    return float(max(candidates(list(reaches.values())), key=merit))
+
+
+def _until_failure(x: Known, reach: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A line first crossed at the onset of divergence or later warns of nothing."""
+    return reach if x.truth.onset is None else reach[x.run.steps < x.truth.onset]
