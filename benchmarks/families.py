@@ -87,6 +87,15 @@ def result(reading: Reading, maps: Mapping[str, Tensor] | None = None) -> Result
     return Result(states, float(np.max(errors)))
 
 
+def _runs(model: nn.Module, batch: Mapping[str, Tensor]) -> bool:
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            model(**batch)
+    except (ValueError, IndexError):
+        return False
+    return True
+
+
 @cache
 def family(name: str) -> dict[str, Result | str]:
     """One family of Hugging Face transformers: implementation -> result, or why there is none."""
@@ -102,6 +111,8 @@ def family(name: str) -> dict[str, Result | str]:
             except zoo.NotOffered:
                 found[implementation] = "not offered"
             except (ValueError, IndexError) as error:
+                if _runs(model, batch):  # unwatched
+                    raise
                 found[implementation] = f"does not run on CPUs ({type(error).__name__})"
             else:
                 maps = maps or returned(model, batch, reading.measured)  # the first one is eager

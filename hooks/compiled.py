@@ -13,10 +13,13 @@ import torch
 
 class EagerStep:
     """`start` and `stop` the eager stance. There is one for the whole process: the last of several steps that overlap
-    restores what the user had set."""
+    restores what the user had set. held: false when somebody else set a stance while the step ran."""
 
     _running: ClassVar[list[EagerStep]] = []
     _stance: ClassVar[Any] = None
+
+    def __init__(self) -> None:
+        self.held = True
 
     def start(self) -> None:
         if not self._running:
@@ -30,5 +33,6 @@ class EagerStep:
         self._running.remove(self)
         if not self._running:
             ours, now = self._stance, torch.compiler.set_stance("force_eager")
-            # What the user set while the step ran is the user's again.
-            (ours if now.prev is ours.stance else now).__exit__(None, None, None)
+            self.held = now.prev is ours.stance
+            # What the user set while the step ran stays as the user set it.
+            (ours if self.held else now).__exit__(None, None, None)

@@ -24,8 +24,8 @@ from attnwatch.hooks.projections import projected
 from attnwatch.hooks.tap import Frame, Norm, Product, Seen
 
 BLIND = (
-    'compiled="graph" sees fused attention in graphs that inductor compiled after watch(); attention by hand, flex, '
-    'dropout in attention on a CPU, observe(), and what runs eagerly stay unseen: use compiled="eager"'
+    'compiled="graph" sees fused attention in graphs that inductor compiled after watch(); attention by hand or flex, '
+    'with dropout or a learned bias on a CPU, observe() and what runs eagerly stay unseen: use compiled="eager"'
 )
 
 _SCHEMA = (

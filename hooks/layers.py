@@ -95,7 +95,8 @@ def draft(
     made.channels = seen.channels
     if seen.packed is not None:
         made.packed, made.packed_by = seen.packed.document.amax(), seen.packed.by
-    scale: float | Tensor = attention.head_dim**-0.5 if attention.scale is None else attention.scale
+    features = attention.head_dim or 1  # unknown where only scores are: then there is no norm to bound
+    scale: float | Tensor = features**-0.5 if attention.scale is None else attention.scale
     if made.by_hand:
         if attention.q is not None and attention.k is not None:
             made.error, scale = score_scale(attention)

@@ -331,6 +331,8 @@ class Probe:
             return "the model is in eval mode (call model.train() for training steps)"
         if self._graph is not None:
             return BLIND
+        if not self._eager.held:
+            return "torch.compiler.set_stance was called while the step ran; call it before watch()"
         if sites.is_compiled(self.model):
             return "the model is compiled, and hooks do not run inside a compiled graph"
         return "no softmax over a product of queries and keys, no forward call of the module, or an unknown kernel"

@@ -183,7 +183,7 @@ def _outcome(run: Run) -> str:
     return "; ".join(parts)
 
 
-# --- replay, report and rules ------------------------------------------------------------------------------------------------
+# --- replay, report and rules -----------------------------------------------------------------------------------------
 
 
 def _replay(options: argparse.Namespace) -> int:

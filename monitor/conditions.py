@@ -101,12 +101,26 @@ class _Comparison:
         return self._compare(left, right) + _UNKNOWN * (np.isnan(left) | np.isnan(right))
 
 
+class _Past:
+    """A function of the past at work. Where a condition repeats it, it takes in a value once and is read again."""
+
+    def __init__(self, function: Extreme | Window, x: Callable[[Values], Array]) -> None:
+        self.function = function
+        self._x = x
+        self._newest = np.empty((0, 0))
+
+    def run(self, values: Values) -> Array:
+        self._newest = self.function(self._x(values))
+        return self._newest
+
+    def again(self, values: Values) -> Array:
+        return self._newest
+
+
 class Condition:
     """A parsed condition together with what it remembers: one object for one stream of samples."""
 
-    def __init__(
-        self, root: _Node, names: tuple[str, ...], first: _Comparison | None, pasts: Sequence[Extreme | Window]
-    ) -> None:
+    def __init__(self, root: _Node, names: tuple[str, ...], first: _Comparison | None, pasts: Sequence[_Past]) -> None:
         self.names = names
         """The names it uses, in order of appearance."""
         self._run = root.run
@@ -118,7 +132,7 @@ class Condition:
 
         Call it once a sample, in order. Layers and heads may be added from call to call, at the end of their axis.
         """
-        arrays = {name: np.atleast_2d(np.asarray(values[name], dtype=np.float64)) for name in self.names}
+        arrays = {name: _matrix(values[name]) for name in self.names}
         with np.errstate(all="ignore"):
             truth = self._run(arrays)
         np.putmask(truth, truth == _UNKNOWN, np.nan)
@@ -134,12 +148,12 @@ class Condition:
 
     def state(self) -> list[State]:
         """What it remembers of the past."""
-        return [past.state() for past in self._pasts]
+        return [past.function.state() for past in self._pasts]
 
     def restore(self, states: Sequence[State]) -> None:
         """Raises KeyError, TypeError or ValueError for what is no state of this condition."""
         for past, state in zip(self._pasts, states, strict=True):
-            past.restore(state)
+            past.function.restore(state)
 
 
 def parse(text: str, names: Collection[str] | None) -> Condition:
@@ -151,19 +165,19 @@ def parse(text: str, names: Collection[str] | None) -> Condition:
     root = parser.truth(parser.disjunction())
     if parser.token.kind != "end":
         raise parser.expected("'and', 'or' or the end")
-    return Condition(root, tuple(parser.names), parser.first, parser.pasts)
+    return Condition(root, tuple(parser.names), parser.first, tuple(parser.pasts.values()))
 
 
 class _Parser:
     """Recursive descent over the grammar at the head of this file: one method a line of it."""
 
     def __init__(self, text: str, names: Collection[str] | None) -> None:
-        self._tokens = tokenize(text)
+        self._text, self._tokens = text, tokenize(text)
         self._exist = names
         self._depth = 0
         self.names: dict[str, None] = {}  # an ordered set
         self.first: _Comparison | None = None
-        self.pasts: list[Extreme | Window] = []
+        self.pasts: dict[str, _Past] = {}  # by how they are written, in order of evaluation: from left to right
 
     @property
     def token(self) -> Token:
@@ -291,11 +305,10 @@ class _Parser:
         self._close("(")
         x = self.number(self._nested(self.disjunction)).run
         if name in _EXTREMES:
-            return self._call(token, x, self._remember(Extreme(_EXTREMES[name])))
+            return self._remember(token, Extreme(_EXTREMES[name]), x)
         if name in _WINDOWS:
             self._close(",")
-            window = Window(_WINDOWS[name], self._length(least=2 if name == "slope" else 1))
-            return self._call(token, x, self._remember(window))
+            return self._remember(token, Window(_WINDOWS[name], self._length(2 if name == "slope" else 1)), x)
         if name == "finite":
             return self._call(token, x, lambda x: np.isfinite(x).astype(np.float64))
         function = _POINTWISE[name]
@@ -306,9 +319,13 @@ class _Parser:
         self._close(")")
         return _Node(lambda values: function(x(values), y(values)), False, token.column)
 
-    def _remember(self, past: Extreme | Window) -> Extreme | Window:
-        self.pasts.append(past)
-        return past
+    def _remember(self, token: Token, function: Extreme | Window, x: Callable[[Values], Array]) -> _Node:
+        self._close(")")
+        written = "".join(self._text[token.column - 1 : self.token.column - 1].split())
+        if written in self.pasts:
+            return _Node(self.pasts[written].again, False, token.column)
+        self.pasts[written] = past = _Past(function, x)
+        return _Node(past.run, False, token.column)
 
     def _call(self, token: Token, x: Callable[[Values], Array], function: Callable[[Array], Array]) -> _Node:
         self._close(")")
@@ -321,6 +338,12 @@ class _Parser:
         if not least <= int(self.token.text) <= MAX_WINDOW:
             raise self.expected(what)
         return int(self._tokens.pop(0).text)
+
+
+def _matrix(value: Array | float) -> Array:
+    if isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype == np.float64:
+        return value
+    return np.atleast_2d(np.asarray(value, dtype=np.float64))
 
 
 def closest(name: str, names: Collection[str]) -> list[str]:

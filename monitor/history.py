@@ -56,23 +56,35 @@ class Window:
         self._reduce = reduce
         self._ring: Array = np.empty((n, 0, 0))  # a head's i-th finite value is at i % n
         self._count: NDArray[np.int64] = np.empty((0, 0), np.int64)  # finite values the head had so far
+        self._even = True  # whether all heads had as many
 
     def __call__(self, x: Array) -> Array:
-        n = len(self._ring)
-        self._ring, count = _grown(self._ring, x), _grown(self._count, x, 0)
+        if x.shape != self._count.shape:
+            self._ring, self._count = _grown(self._ring, x), _grown(self._count, x, 0)
+            self._level()
         finite = np.isfinite(x)
-        self._count = count + finite
-        if x.size and finite.all() and (count == count[0, 0]).all():  # the usual case: one place in the ring for all
-            at = int(count[0, 0]) % n
-            self._ring[at] = x
-            if count[0, 0] + 1 < n:
-                return np.full(x.shape, np.nan)
-            return self._reduce(np.concatenate((self._ring[at + 1 :], self._ring[: at + 1])))
-        place = (count % n)[None]
+        if self._even and np.count_nonzero(finite) == x.size > 0:
+            return self._whole(x)
+        n, place = len(self._ring), (self._count % len(self._ring))[None]
         np.put_along_axis(self._ring, place, np.where(finite, x, np.take_along_axis(self._ring, place, 0)[0])[None], 0)
+        self._count = self._count + finite
+        self._level()
         oldest_first = (self._count + np.arange(n)[:, None, None]) % n
         reduced = self._reduce(np.take_along_axis(self._ring, oldest_first, 0))
         return np.where(finite & (self._count >= n), reduced, np.nan)
+
+    def _whole(self, x: Array) -> Array:
+        """The usual case, made fast: every head has a value, and all have theirs at the same place of the ring."""
+        n, count = len(self._ring), int(self._count[0, 0])
+        at = count % n
+        self._ring[at] = x
+        self._count += 1
+        if count + 1 < n:
+            return np.full(x.shape, np.nan)
+        return self._reduce(np.concatenate((self._ring[at + 1 :], self._ring[: at + 1])))
+
+    def _level(self) -> None:
+        self._even = bool((self._count == self._count[:1, :1]).all())
 
     def state(self) -> State:
         return {"ring": freeze(self._ring), "count": freeze(self._count)}
@@ -82,10 +94,11 @@ class Window:
         if ring.shape != (len(self._ring), *count.shape):
             raise ValueError(f"a window of shape {list(ring.shape)}")
         self._ring, self._count = ring, count.astype(np.int64)
+        self._level()
 
 
 def mean(window: Array) -> Array:
-    return np.asarray(window.mean(0))
+    return np.asarray(np.add.reduce(window, 0) / len(window))
 
 
 def median(window: Array) -> Array:

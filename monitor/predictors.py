@@ -44,7 +44,7 @@ def first_crossings(run: Run) -> list[Crossing]:
     unseen = {metric.name for metric in metrics}
 
     def look(sample: Sample) -> None:
-        for name in [name for name in unseen if np.isfinite(sample[name]).any()]:
+        for name in [name for name in unseen.intersection(sample.metrics) if np.isfinite(sample[name]).any()]:
             unseen.discard(name)
             began[name] = sample.step
 

@@ -203,7 +203,7 @@ class Run:
             return
         for number, text in enumerate(lines, 1):
             try:
-                line = json.loads(text)
+                line = json.loads(text.decode())
             except (ValueError, RecursionError):
                 line = None
             yield number, line if isinstance(line, dict) else {}

@@ -76,7 +76,7 @@ class Watch:
         exist = heads.exist if self._per_head else _ONE
         counting = exist if "unless" not in truths else exist & (truths["unless"] != 1)
         bad = {key: (truths[key] == 1) & counting for key in ("when", "at_once") if key in truths}
-        if not self._lives and not any(each.any() for each in bad.values()):
+        if not self._lives and not any(np.count_nonzero(each) for each in bad.values()):
             return []
         tallies = {key: _tally(bad[key], ~np.isnan(truths[key]) & exist, self.rule) for key in bad}
         return self._judge(step, tallies["when"], tallies.get("at_once"), values, heads.layers)

@@ -13,10 +13,12 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from attnwatch.monitor.predictors import first_crossings
 from attnwatch.monitor.sample import Coverage, Metric, UsageError
 from attnwatch.reports import heat
 from attnwatch.reports.charts import Scale, number
 from attnwatch.reports.heads import heat_maps, worst_heads
+from attnwatch.reports.order import ONE_RUN, order
 from attnwatch.reports.panels import Detail, panel, reduce, thresholds, value_scale
 from attnwatch.reports.summary import fired, last_step, lead, main_alert, onset, summarize, write_summary
 from attnwatch.reports.timeline import loss_scale, timeline
@@ -81,6 +83,7 @@ def render(runs: Sequence[Run]) -> str:
         ramps=list(heat.RAMPS),
         table=heat.table,
         table_lines=TABLE_LINES,
+        one_run=ONE_RUN,
         metrics=list({metric.name: metric for run in runs for metric in run.metrics}.values()),
     )
 
@@ -103,6 +106,7 @@ def _facts(run: Run, span: tuple[float, float], loss: Scale, pixels: int) -> dic
             key=lambda a: (a.pending_step, a.rule),
         ),
         "timeline": timeline(run, span, loss),
+        "order": order(run.alerts, onset(run), first_crossings(run)),
         "losses": _losses(run),
         "heat": heat_maps(run, pixels),
         "worst": worst_heads(run),

@@ -16,24 +16,26 @@ ONE_RUN = (
 
 
 class Row(NamedTuple):
-    """Cells of the table. before: steps from the crossing to the onset of divergence."""
+    """Cells of the table. what: a line, a rule or the loss. before: steps from there to the onset of divergence."""
 
-    name: str
-    line: str
+    what: str
     step: str
     before: str
     remark: str
+    is_line: bool
 
 
 def order(alerts: Iterable[Alert], start: int | None, crossings: Sequence[Crossing]) -> list[Row]:
     """What moved, first one first, then what did not. start: the onset of divergence."""
-    moved = [(each.step, Row(each.name, each.line, *_when(each.step, start), "")) for each in crossings if _moved(each)]
+    moved = [(each.step, Row(each.line, *_when(each.step, start), "", True)) for each in crossings if _moved(each)]
     for alert in warnings(alerts)[:1]:
-        moved.append((alert.fired_step, Row("alert", alert.rule, *_when(alert.fired_step, start), alert.severity)))
+        moved.append(
+            (alert.fired_step, Row(f"{alert.rule} fires", *_when(alert.fired_step, start), alert.severity, False))
+        )
     if start is not None:
-        moved.append((start, Row("loss", "diverges", f"{start:,}", "", "")))
+        moved.append((start, Row("the loss diverges", f"{start:,}", "", "", False)))
     rows = [row for _, row in sorted(moved, key=lambda each: each[0] or 0)]
-    return rows + [Row(each.name, each.line, "", "", _why(each)) for each in crossings if not _moved(each)]
+    return rows + [Row(each.line, "", "", _why(each), True) for each in crossings if not _moved(each)]
 
 
 def _moved(crossing: Crossing) -> bool:

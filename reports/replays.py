@@ -130,9 +130,9 @@ def said(change: Change) -> str:
 
 
 def _show_crossings(finding: Finding, console: Console) -> None:
-    table = _table(console, "which number moved first", "line", ">crossed", ">before divergence", "remark")
+    table = _table(console, "which number moved first", ">step", ">before divergence", "remark")
     for row in order(finding.replay.alerts, finding.replay.divergence, finding.crossings):
-        table.add_row(*map(_text, row))
+        table.add_row(*map(_text, row[:4]))
     console.print(table)
     console.print(ONE_RUN)
 

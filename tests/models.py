@@ -116,6 +116,35 @@ class Model(nn.Module):
         return out
 
 
+class Tower(nn.Module):
+    """Layers, each in a residual block; `wrap` calls one: directly, or through an activation checkpoint."""
+
+    def __init__(
+        self, *layers: nn.Module, wrap: Callable[[nn.Module, Tensor], Tensor] = lambda layer, x: layer(x)
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + self.wrap(layer, x)
+        return x
+
+
+def normed(layer: Any, x: Tensor) -> Heads:
+    q, k, v = separate(layer, x)
+    return layer.q_norm(q), layer.k_norm(k), v
+
+
+def grouped(seed: int = 0, call: Callable[[Tensor, Tensor, Tensor], Tensor] = causal) -> Mixer:
+    """Two key heads for four of queries, biases, query-key norm with gains away from 1."""
+    norms = {f"{side}_norm": nn.RMSNorm(D) for side in "qk"}
+    for n, norm in enumerate(norms.values()):
+        norm.weight.data = tokens(D, seed=20 + 2 * seed + n).abs() + 0.3
+    return Mixer(parts(kv=2, bias=True, seed=seed), call, normed, norms)
+
+
 def step(probe: Probe, model: nn.Module, *inputs: Any, look: bool = True, **call: Any) -> Reading:
     """One sampled step, forward and backward."""
     probe.arm(look=look)

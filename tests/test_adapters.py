@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,31 @@ def test_weights_alone_leave_the_call_to_the_usual_ways() -> None:
     assert_spectrum(reading, *watched_model.attention.weights(), name="attention")
     assert "output made again" in layer_of(reading, "attention").note
     assert layer_of(read(watched_model), "attention").state == "logits_only"
+
+
+def test_scores_alone_are_enough() -> None:
+    """A sigmoid attention tells its logits, and where its weights are."""
+
+    class Scored:
+        def match(self, name: str, module: nn.Module) -> bool:
+            return name == "attention"
+
+        def weights(self, module: zoo_own.Kernel) -> tuple[Tensor, Tensor, str]:
+            return module.q_proj.weight.unflatten(0, (H, D)), module.k_proj.weight.unflatten(0, (H, D)), ""
+
+        def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> attnwatch.Attention | None:
+            return attnwatch.Attention(None, None, scores=args[0]) if func is torch.sigmoid else None
+
+    watched_model: Any = zoo_own.made(zoo_own.Kernel(zoo_own.sigmoid))
+    reading = read(watched_model, Scored())
+    module = watched_model.attention
+    with torch.no_grad():
+        q, k = (zoo_own.heads_of(part(zoo_own.tokens())) for part in (module.q_proj, module.k_proj))
+        scores = q @ k.mT * D**-0.5 - math.log(12)
+    assert_statistics(reading, None, None, name="attention", scores=scores)
+    w_q, w_k = (part.weight.detach().unflatten(0, (H, D)) for part in (module.q_proj, module.k_proj))
+    assert_spectrum(reading, w_q, w_k, name="attention")
+    assert layer_of(reading, "attention").note.startswith("weights as the adapter gives them")
 
 
 def test_without_match_an_adapter_is_for_all_that_looks_like_attention() -> None:

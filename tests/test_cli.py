@@ -55,7 +55,7 @@ def test_help_lists_the_commands_and_the_readme_shows_each() -> None:
     done = run("--help")
     assert (done.returncode, done.stderr) == (0, "")
     commands = re.findall(r"^    (\w+) ", done.stdout, re.MULTILINE)
-    assert commands == ["demo", "report", "rules"]
+    assert commands == ["demo", "report", "replay", "rules"]
     usage = README.read_text(encoding="utf-8")
     assert [command for command in commands if not re.search(rf"^    attnwatch {command} ", usage, re.MULTILINE)] == []
 

@@ -122,7 +122,7 @@ def test_packed_sequences_told_by_their_ends() -> None:
     ("implementation", "kind"), [("eager", torch.float32), ("sdpa", torch.float32), ("sdpa", torch.bool)]
 )
 def test_a_prefix_that_all_rows_see(implementation: str, kind: torch.dtype) -> None:
-    """A mask `[B, 1, T, T]` of the user's own: the first four keys and those before; True, or 0 and a dtype's minimum."""
+    """A mask `[B, 1, T, T]` of the user's own: the first four keys and those before, True or 0."""
     causal = torch.ones(12, 12, dtype=torch.bool).tril()
     causal[:, :4] = True
     mask = causal.expand(2, 1, -1, -1)

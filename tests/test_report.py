@@ -227,6 +227,7 @@ class LongRun:
     heads, scalar_names, ended, problems, alerts = 32, ("loss",), True, (), (made_runs.alert(heads=((layers[9], 3),)),)
     metrics = tuple(made_runs.metric(name) for name in made_runs.METRICS)
     coverage = tuple(Coverage(name, "verified", 32, 32, 64) for name in layers)
+    coverages, unmeasured, resumed = (), (), None
     noise = np.random.default_rng(0).random((5000, 32, 32), dtype=np.float32)
 
     def metric(self, name: str) -> np.ndarray:
@@ -237,6 +238,9 @@ class LongRun:
 
     def iter_samples(self) -> Iterator[Sample]:
         yield Sample(0, 0.0, ("entropy_ratio",), self.layers, self.noise[:1])
+
+    def iter_scalars(self) -> Iterator[tuple[int, dict[str, float]]]:
+        yield 0, {"loss": 2.0}
 
 
 def test_page_of_a_long_run_stays_under_five_megabytes() -> None:

@@ -1,7 +1,7 @@
 """Makes `import torchvision` work beside a torch without CUDA; timm and transformers import it.
 
-torchvision on PyPI is built against CUDA: beside a CPU build of torch its own operators do not load, and its import fails
-because it describes two of them. No model here calls them: to be declared is enough.
+torchvision on PyPI is built against CUDA: beside a CPU build of torch its own operators do not load, and its import
+fails because it describes two of them. No model here calls them: to be declared is enough.
 """
 
 from __future__ import annotations

@@ -28,15 +28,10 @@ def main() -> None:
     parser.add_argument("--rules", type=Path, help="table: a file of rules instead of the default ones")
     parser.add_argument("-o", "--out", type=Path, default=Path("docs/detection.md"), help="table: the page to write")
     options = parser.parse_args()
-    chosen = [recipe for recipe in RECIPES if fnmatch(recipe.name, options.only)]
+    chosen, sampled = ([r for r in some if fnmatch(r.name, options.only)] for some in (RECIPES, sampling.SAMPLED))
     console = Console(stderr=True)
     if options.command == "run":
-        make(
-            [*chosen, *(r for r in sampling.SAMPLED if fnmatch(r.name, options.only))],
-            options.runs,
-            options.jobs,
-            console,
-        )
+        make([*chosen, *sampled], options.runs, options.jobs, console)
     else:
         runs = known(chosen, options.runs)
         options.out.write_text(page(runs, sampling.groups(options.runs), load_rules(options.rules)), encoding="utf-8")

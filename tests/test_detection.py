@@ -1,0 +1,163 @@
+"""The crash benchmark: a fast part of it run for real, and its own arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmarks.detection import sampling
+from benchmarks.detection.predictors import PREDICTORS, crossing
+from benchmarks.detection.recipe import COLLAPSES, DIVERGES, HEALTHY, SPIKES, Recipe
+from benchmarks.detection.recipes import RECIPES
+from benchmarks.detection.replay import replay
+from benchmarks.detection.score import Case, by_rule, by_severity, interval, score
+from benchmarks.detection.study import Known, cases, known
+from benchmarks.detection.train import train
+from benchmarks.detection.truth import Truth, onset
+
+from attnwatch import open_run
+from attnwatch.monitor.alerts import Alert
+from attnwatch.monitor.rules import Rule, load_rules
+
+FAST = ("batch_4", "mlp_seed_0", "norm_rms", "copy_previous_1", "sinks_apart", "sane", "sane_mlp")
+FOUND = by_rule("sparse_low_rank", "entropy_collapse")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Known]:
+    """The fast part of the benchmark, trained."""
+    place = tmp_path_factory.mktemp("detection")
+    chosen = [recipe for recipe in RECIPES if recipe.name in FAST]
+    for recipe in chosen:
+        train(recipe, place / recipe.folder)
+    return known(chosen, place)
+
+
+@pytest.fixture(scope="module")
+def judged(runs: list[Known]) -> dict[str, Case]:
+    return {case.recipe.name: case for case in cases(runs, load_rules())}
+
+
+def test_every_fast_run_becomes_what_it_was_meant_to_be(judged: dict[str, Case]) -> None:
+    """By its loss: the divergent one diverges, the collapsing one learns worse, the healthy ones learn."""
+    assert {name: case.truth.label for name, case in judged.items()} == {
+        name: next(r.label for r in RECIPES if r.name == name) for name in FAST
+    }
+    assert {judged[name].truth.label for name in FAST} == {DIVERGES, COLLAPSES, HEALTHY}
+
+
+def test_collapse_is_found_long_before_the_loss_diverges(judged: dict[str, Case]) -> None:
+    case = judged["batch_4"]
+    lead = case.lead(FOUND)
+    assert lead is not None
+    assert lead >= 100
+
+
+def test_collapse_that_never_diverges_is_found(judged: dict[str, Case]) -> None:
+    case = judged["mlp_seed_0"]
+    assert {"sparse_low_rank", "entropy_collapse"} <= {alert.rule for alert in case.fired(FOUND)}
+
+
+@pytest.mark.parametrize("name", ["norm_rms", "copy_previous_1", "sane", "sane_mlp"])
+def test_healthy_runs_raise_no_alarm(judged: dict[str, Case], name: str) -> None:
+    """Neither a high rate with QK-norm, nor a head that has learned to copy the byte before, nor a usual model."""
+    assert judged[name].fired(by_severity("critical", "warning")) == []
+
+
+def test_replay_equals_live(runs: list[Known]) -> None:
+    """The stored samples and scalars lead to the very alerts that were told while the model trained."""
+    for _, run, _ in runs:
+        fired = [alert for alert in replay(run, load_rules()) if alert.fired_step is not None]
+        assert sorted(fired, key=str) == sorted(run.alerts, key=str)
+
+
+@pytest.mark.parametrize("predictor", PREDICTORS, ids=lambda p: p.metric)
+def test_a_line_is_crossed_where_its_rule_fires(runs: list[Known], predictor: object) -> None:
+    """The quick way by which lines are tuned and the rule engine agree on every run."""
+    assert isinstance(predictor, type(PREDICTORS[0]))
+    for _, run, _ in runs:
+        reach = predictor.reach(run)
+        line = float(np.nanmedian(reach))
+        at = crossing(predictor, reach, line)
+        fired = [alert.fired_step for alert in replay(run, [predictor.rule("line", line)])]
+        crossed = None if at is None else int(run.steps[at])
+        if predictor.metric == "grad_norm":  # asked at every step, and so up to a sample earlier
+            assert (crossed is None) == (fired == [])
+            assert crossed is None or 0 <= crossed - (fired[0] or 0) < 5
+        else:
+            assert crossed == (fired[0] if fired else None)
+
+
+def test_watching_fewer_rows_leaves_the_training_as_it_is(tmp_path: Path) -> None:
+    """Two cadences and numbers of rows, one recipe: the same losses, bit for bit."""
+    base = replace(sampling.BASES[0], steps=12)
+    for number, recipe in enumerate((replace(base, every=1, rows=16), replace(base, every=5, rows=None))):
+        train(recipe, tmp_path / str(number))
+    losses = [open_run(tmp_path / name).scalar("loss")[1] for name in ("0", "1")]
+    assert losses[0].tobytes() == losses[1].tobytes()
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def test_onset_of_divergence() -> None:
+    """Loss 2 for 30 steps, then 4: the mean of 20 passes 2.3 with the fourth, at step 33; 39 steps more make it one."""
+    losses = np.array([2.0] * 30 + [4.0] * 43)
+    assert onset(np.arange(73), losses, 0.3) == (33, None)
+    assert onset(np.arange(72), losses[:72], 0.3) == (None, None)
+    assert onset(np.arange(73), losses, 2.5) == (None, None)
+
+
+def test_a_loss_that_is_no_number_is_the_onset() -> None:
+    assert onset(np.arange(0, 50, 10), np.array([2.0, 2.0, np.nan, 2.0, np.inf]), 0.3) == (20, 20)
+
+
+def alert(rule: str, fired: int, resolved: int | None = None) -> Alert:
+    return Alert(rule, "critical", "firing", "model", fired, fired, resolved, 0.5, (), {}, "", "")
+
+
+def case(name: str, label: str, start: int | None, alerts: Sequence[Alert], nonfinite: int | None = None) -> Case:
+    recipe = Recipe(name, label, ((0, 0.1),), 10)
+    return Case(recipe, Truth(label, start, 2.0, 0.0, 0.0, (0, 0), (0, 0), nonfinite), tuple(alerts))
+
+
+def test_score_worked_out() -> None:
+    """Four collapses: 60 ahead; resolved too early; too late; without divergence. Two sound runs, one with an alarm."""
+    made = [
+        case("early", DIVERGES, 100, [alert("a", 40)]),
+        case("gone", DIVERGES, 100, [alert("a", 40, 80)]),
+        case("late", DIVERGES, 100, [alert("a", 120)]),
+        case("plateau", COLLAPSES, None, [alert("a", 70, 80)]),
+        case("quiet", HEALTHY, None, [alert("b", 10)]),
+        case("nan", SPIKES, 50, [alert("a", 20), alert("a", 60)], nonfinite=50),
+        case("elsewhere", "uniform", None, [alert("a", 20)]),
+    ]
+    found = score(made, by_rule("a"))
+    assert (found.positives, found.found, found.late, found.leads) == (4, 2, 2, (60,))
+    assert (found.healthy, found.wolf, found.missed, found.false) == (2, 1, ("gone", "late"), ("nan",))
+    assert [a.fired_step for a in made[5].fired(by_rule("a"))] == [20]  # what follows the first NaN says nothing
+
+
+def test_intervals() -> None:
+    """All alike: no width. A fair coin of 100 throws: about a tenth to each side, whatever the seed."""
+    assert interval([7.0] * 5) == (7.0, 7.0)
+    low, high = interval([0.0, 1.0] * 50, lambda x: float(x.mean()))
+    assert (low, high) == pytest.approx((0.4, 0.6), abs=0.03)
+
+
+def test_halves_depend_on_names_alone() -> None:
+    """Changing what a recipe does moves its run directory, never its half; no name is given twice."""
+    one = RECIPES[0]
+    assert replace(one, seed=5).half == one.half
+    assert replace(one, seed=5).folder != one.folder
+    assert replace(one, label=HEALTHY, reference="x").folder == one.folder
+    names = [recipe.name for recipe in (*RECIPES, *sampling.SAMPLED)]
+    assert len(set(names)) == len(names)
+    assert {r.reference for r in RECIPES} - {""} <= set(names)
+
+
+def test_lines_are_rules_that_load() -> None:
+    assert [type(predictor.rule("line", 0.5)) for predictor in PREDICTORS] == [Rule] * len(PREDICTORS)
