@@ -191,6 +191,6 @@ def _norms(module: nn.Module) -> Iterator[Norm]:
     """Norm layers inside an attention layer; a compiled graph no longer shows which function they were."""
     for name, part in module.named_modules():
         label = type(part).__name__
-        if name and re.search(r"norm|rms|l2", label, re.IGNORECASE) and not any(part.children()):
+        if name and re.search(r"norm|rms|l2", label, re.IGNORECASE) and sites.is_leaf(part):
             size = max((parameter.numel() for parameter in part.parameters()), default=0)
             yield Norm(label, part.forward, size, False)

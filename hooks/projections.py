@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnwatch.hooks.shapes import bind
+from attnwatch.hooks.sites import is_leaf
 from attnwatch.hooks.tap import CLOCK, Frame, Norm, Product, Tap
 
 _NORM = re.compile(r"norm|rms|l2", re.IGNORECASE)
@@ -64,7 +65,7 @@ def _is_norm(frame: Frame, arguments: Any, output: Tensor) -> bool:
     """A user's own normalisation layer: named like one, no matrix, one tensor in and one of its shape out."""
     name = type(frame.module).__name__
     return (
-        not (frame.owner and any(frame.module.children()))  # a gain a head is a matrix too
+        not (frame.owner and not is_leaf(frame.module))  # a gain a head is a matrix too
         and not frame.products
         and bool(_NORM.search(name))
         and "dropout" not in name.lower()

@@ -35,9 +35,14 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
+def is_leaf(module: nn.Module) -> bool:
+    """Whether it has no children. (They have no truth value: some have a length, a compiled one raises for it.)"""
+    return next(module.children(), None) is None
+
+
 def is_builtin_leaf(module: nn.Module) -> bool:
     """torch's own layers without children (Linear, LayerNorm, ...): no attention call starts in one."""
-    return type(module).__module__.startswith("torch.nn.modules") and not any(module.children())
+    return type(module).__module__.startswith("torch.nn.modules") and is_leaf(module)
 
 
 def hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

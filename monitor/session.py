@@ -71,7 +71,7 @@ def watch(
     outputs: more objects with `write(update)` and `close()`. prometheus: a port on 127.0.0.1, 0 picks one.
     report: write `report.html` and `summary.json` into the run at `close()`.
     adapters: objects that tell of your own attention layers by `match`, `weights` or `record` (hooks/adapters.py).
-    compiled: how to see into torch.compile. "eager": sampled steps run eagerly (their rounding too), the compiled graphs
+    compiled: how to see into torch.compile. "eager": sampled steps run eagerly (rounding too), the compiled graphs
         are kept and used between them. "graph": an operator stands in the graphs that inductor compiles from now on
         (what was compiled before is compiled anew); every step runs compiled, with the same bits as unwatched. It sees
         fused attention in training; not attention by hand, flex_attention, dropout in attention on a CPU, `observe`,

@@ -3,7 +3,8 @@
     run.json        what the run is (the session's header), and how to read its samples: "format" and "layouts"
     samples/        rank00000-000001.awlog, -000002, ...: segments of fixed-size records, one record a sample
     scalars.jsonl   {"step": 40, "loss": 2.31}, a line a step; what JSON cannot hold is "NaN", "Infinity", "-Infinity"
-    events.jsonl    alerts, coverage, problems and the end, a line each; non-finite numbers are null
+    events.jsonl    alerts, coverage, problems, samples that gave nothing ("unmeasured"), the state that a resumed run
+                    began with ("resumed"), and the end, a line each; non-finite numbers are null
 
 A layout holds from segment `first_segment` to the next layout. Anyone can read a segment with
 `np.memmap(path, np.dtype([(name, kind, tuple(shape)) for name, kind, shape in layout["record"]]), "r")`:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests import zoo
 from tests.models import B, E, Mixer, T, Tower, causal, grouped, parts, sampled, tokens
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +22,10 @@ from torch.utils.checkpoint import checkpoint
 import attnwatch
 from attnwatch.hooks.layers import Layer
 from attnwatch.hooks.probe import Probe, Reading
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:`torch.jit.script_method` is deprecated"
+)  # the compiler's own
 
 NAMES = ("layers.0", "layers.1")
 
@@ -99,7 +104,7 @@ def a_region(model: Any, **options: Any) -> Callable[..., Tensor]:
 
 
 def a_function(model: Any, **options: Any) -> Callable[..., Tensor]:
-    call: Callable[..., Tensor] = torch.compile(lambda x: model(x) * 1.0, **options)
+    call: Callable[..., Tensor] = torch.compile(model.__call__, **options)
     return call
 
 
@@ -198,7 +203,7 @@ def test_two_lengths_with_dynamic_shapes() -> None:
 
 @pytest.mark.parametrize("inside", [True, False], ids=["compiled inside", "compiled outside"])
 def test_data_parallel(inside: bool) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         model = tower()
         wrapped = DistributedDataParallel(whole(model, backend="aot_eager") if inside else model)
