@@ -25,7 +25,7 @@ IMPAIRED = "impaired"
 
 WINDOW, PATIENCE = 20, 40
 """Divergence: the mean of WINDOW losses above its lowest by RISE, PATIENCE steps in a row; or a loss that is none."""
-FINAL = 50
+FINAL = 100
 """Steps whose mean loss is the final loss."""
 MARGIN = 0.1
 """Nats by which a final loss may exceed the reference's before it counts as worse."""
