@@ -192,14 +192,18 @@ def build(recipe: Recipe) -> nn.Module:
 # --- how weights begin, where not as they are drawn -----------------------------------------------------------------
 
 
+STRENGTH = 3.0
+"""Of a sink that is built in: logits of about 40."""
+
+
 def _attentions(model: Transformer) -> list[Attention]:
     return [cast(Attention, cast(Block, block).attention) for block in model.blocks]
 
 
 def tied(model: Transformer) -> None:
-    """W_q = W_k, four times as large: every query finds itself."""
+    """W_q = W_k, three times as large: every query finds itself."""
     for attention in _attentions(model):
-        attention.q_proj.weight.mul_(4)
+        attention.q_proj.weight.mul_(3)
         attention.k_proj.weight.copy_(attention.q_proj.weight)
 
 
@@ -209,7 +213,7 @@ def blind(model: Transformer) -> None:
         attention.q_proj.weight.zero_()
 
 
-def _sinks(model: Transformer, keys: list[Tensor], strength: float) -> None:
+def _sinks(model: Transformer, keys: list[Tensor]) -> None:
     """Give every head a sink: each query carries a common direction, which finds the keys that carry the head's own.
 
     keys: for each head of a layer a direction of unit length, orthogonal to the others.
@@ -219,8 +223,8 @@ def _sinks(model: Transformer, keys: list[Tensor], strength: float) -> None:
     for attention in _attentions(model):
         size = attention.q_proj.weight.shape[0] // attention.heads
         for head, key in enumerate(keys):
-            attention.q_proj.weight[head * size] += strength * common
-            attention.k_proj.weight[head * size] += strength * key
+            attention.q_proj.weight[head * size] += STRENGTH * common
+            attention.k_proj.weight[head * size] += STRENGTH * key
 
 
 def _directions(model: Transformer, count: int) -> Tensor:
@@ -236,7 +240,7 @@ def sinks_first(model: Transformer) -> None:
     heads = _attentions(model)[0].heads
     key = _directions(model, heads + 1)[0]
     cast(nn.Embedding, model.embedding).weight[START] = 8 * key
-    _sinks(model, [key] * heads, 1.4)
+    _sinks(model, [key] * heads)
 
 
 def sinks_apart(model: Transformer) -> None:
@@ -245,15 +249,15 @@ def sinks_apart(model: Transformer) -> None:
     keys = list(_directions(model, heads + 1)[:-1])
     for place, key in enumerate(keys):
         model.position[place] += 8 * key
-    _sinks(model, keys, 1.4)
+    _sinks(model, keys)
 
 
 def sinks_spread(model: Transformer) -> None:
-    """Every head looks at all of the first four keys."""
+    """Every head looks at the first two keys alike."""
     heads = _attentions(model)[0].heads
     key = _directions(model, heads + 1)[0]
-    model.position[:4] += 8 * key
-    _sinks(model, [key] * heads, 1.4)
+    model.position[:2] += 8 * key
+    _sinks(model, [key] * heads)
 
 
 def sinks_separators(model: Transformer) -> None:
@@ -262,7 +266,7 @@ def sinks_separators(model: Transformer) -> None:
     key = _directions(model, heads + 1)[0]
     for byte in b"\n ":
         cast(nn.Embedding, model.embedding).weight[byte] += 8 * key
-    _sinks(model, [key] * heads, 1.4)
+    _sinks(model, [key] * heads)
 
 
 STARTS: dict[str, Callable[[Transformer], None]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 Knots = tuple[tuple[int, float], ...]
 
@@ -71,6 +72,11 @@ class Recipe:
         """Name of its run directory: changes with anything that changes the run."""
         run = {key: value for key, value in asdict(self).items() if key not in ("label", "reference")}
         return f"{self.name}-{hashlib.sha256(json.dumps([CODE, run]).encode()).hexdigest()[:8]}"
+
+    @property
+    def abrupt(self) -> bool:
+        """Whether its rate is raised many times over from one step to the next: nothing can then precede the loss."""
+        return any(b == a + 1 and new > 5 * old > 0 for (a, old), (b, new) in pairwise(self.rate) if a > 0)
 
     @property
     def half(self) -> str:

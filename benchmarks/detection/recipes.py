@@ -20,8 +20,6 @@ from benchmarks.detection.recipe import (
     Recipe,
 )
 
-LONGEST = 100_000
-
 
 def ramp(peak: float, steps: int) -> Knots:
     """Linear to the peak at `steps`, then constant."""
@@ -72,6 +70,7 @@ ATTENTION_ONLY = (
     replace(HARD, name="repeated_high", data="repeated", reference="sane_repeated"),
     replace(HARD, name="window_high", window=8, reference="sane_window"),
     *(replace(IMAGES, name=f"images_seed_{seed}", seed=seed) for seed in (0, 1)),
+    *(replace(IMAGES, name=f"images_slow_seed_{seed}", rate=ramp(0.1, 2000), steps=700, seed=seed) for seed in (0, 1)),
     replace(IMAGES, name="images_head_32", heads=2),
     replace(IMAGES, name="images_depth_10", layers=10),
     replace(IMAGES, name="images_clip", clip=1.0),
@@ -137,6 +136,10 @@ NORMED = (
         replace(IMAGES, name=f"norm_{norm}_images", norm=norm, label=HEALTHY, reference="")
         for norm in ("rms", "layer", "l2", "rms_across")
     ),
+    *(
+        replace(TEXT, name=f"norm_{norm}_hot", norm=norm, rate=ramp(0.3, 800), label=HEALTHY, reference="")
+        for norm in ("rms", "layer", "l2", "rms_across")
+    ),
     replace(TEXT, name="norm_rms_depth_12", norm="rms", layers=12, label=HEALTHY, reference=""),
     replace(TEXT, name="norm_rms_head_64", norm="rms", heads=1, label=HEALTHY, reference=""),
     replace(TEXT, name="norm_rms_no_ramp", norm="rms", rate=constant(0.1, 1), label=HEALTHY, reference=""),
@@ -147,19 +150,35 @@ NORMED = (
     replace(WITH_MLP, name="qwen3_sane", call="qwen3", label=HEALTHY, reference="", rate=SANE),
 )
 
+SINKS = replace(SANE_TEXT, rate=constant(1e-3), reference="sane_low")
+
 BENIGN = (
     replace(SANE_TEXT, name="copy_previous_1", data="copy_previous", layers=1, reference=""),
     replace(SANE_TEXT, name="copy_previous_2", data="copy_previous", layers=2, reference="", rate=constant(0.01)),
     replace(SANE_TEXT, name="copy_self", data="copy_self", layers=1, residual=False, reference=""),
+    replace(
+        SANE_TEXT,
+        name="copy_previous_norm",
+        data="copy_previous",
+        layers=2,
+        norm="rms",
+        reference="",
+        rate=constant(0.03),
+    ),
+    replace(SANE_MLP, name="periodic_norm", data="periodic", layers=2, norm="rms", reference="", rate=constant(0.03)),
     replace(SANE_TEXT, name="periodic", data="periodic", layers=2, reference="", rate=constant(0.01), steps=800),
     replace(SANE_TEXT, name="tied", start="tied"),
     replace(SANE_MLP, name="tied_mlp", start="tied"),
-    replace(SANE_TEXT, name="sinks_first", data="started", start="sinks_first"),
-    replace(SANE_TEXT, name="sinks_apart", start="sinks_apart"),
-    replace(SANE_TEXT, name="sinks_spread", start="sinks_spread"),
-    replace(SANE_TEXT, name="sinks_separators", start="sinks_separators"),
-    replace(SANE_MLP, name="sinks_apart_mlp", start="sinks_apart"),
-    replace(SANE_MLP, name="sinks_separators_mlp", start="sinks_separators"),
+    replace(SINKS, name="sinks_first", data="started", start="sinks_first"),
+    replace(SINKS, name="sinks_apart", start="sinks_apart"),
+    replace(SINKS, name="sinks_spread", start="sinks_spread"),
+    replace(SINKS, name="sinks_spread_seed_1", start="sinks_spread", seed=1),
+    replace(SINKS, name="sinks_spread_64", start="sinks_spread", length=64),
+    replace(SINKS, name="sinks_separators", start="sinks_separators"),
+    replace(SINKS, name="sinks_first_mlp", data="started", start="sinks_first", mlp=2, reference=""),
+    replace(SINKS, name="sinks_apart_mlp", start="sinks_apart", mlp=2, reference=""),
+    replace(SINKS, name="sinks_spread_mlp", start="sinks_spread", mlp=2, reference=""),
+    replace(SINKS, name="sinks_separators_mlp", start="sinks_separators", mlp=2, reference=""),
     replace(SANE_TEXT, name="uniform_frozen", start="blind", qk_rate=0.0, reference=""),
     replace(SANE_TEXT, name="uniform_no_residual", residual=False, layers=4, reference=""),
     replace(SANE_TEXT, name="short_4", length=4, reference=""),
@@ -180,36 +199,34 @@ BENIGN = (
 OTHER_FAILURES = (
     replace(SANE_TEXT, name="burst", data="burst", label=SPIKES),
     replace(SANE_MLP, name="burst_mlp", data="burst", label=SPIKES),
-    replace(SANE_TEXT, name="sgd_nan", optimizer="sgd", rate=ramp(2.0, 600), label=SPIKES),
-    replace(SANE_MLP, name="mlp_rate_100", mlp_rate=100.0, label=SPIKES),
+    replace(SANE_TEXT, name="sgd_norm", optimizer="sgd", norm="rms", rate=ramp(2.0, 600), label=SPIKES),
+    replace(SANE_MLP, name="mlp_rate_1000", mlp_rate=1000.0, label=SPIKES),
 )
 
-LOSING = (
-    replace(
-        SANE_TEXT, name="lose_first", label=SINKS_LOST, data="started", start="sinks_first", rate=jump(3e-3, 0.03, 250)
+# Trained until the heads have something to lose, then at a rate that is far too high from one step to the next.
+STRUCTURED = replace(SINKS, data="started", start="sinks_first", mlp=2, reference="sane_mlp")
+JUMPS = (
+    replace(STRUCTURED, name="lose_sinks", label=SINKS_LOST, rate=jump(1e-3, 0.03, 250)),
+    replace(STRUCTURED, name="lose_sinks_seed_1", label=SINKS_LOST, rate=jump(1e-3, 0.03, 250), seed=1),
+    replace(STRUCTURED, name="lose_sinks_sgd", label=SINKS_LOST, optimizer="sgd", rate=jump(0.1, 0.7, 250)),
+    *(
+        replace(STRUCTURED, name=f"uniform_{norm}", label=UNIFORM, norm=norm, rate=jump(1e-3, 0.05, 250))
+        for norm in ("rms", "layer", "l2")
     ),
-    replace(
-        SANE_TEXT,
-        name="lose_first_fast",
-        label=SINKS_LOST,
-        data="started",
-        start="sinks_first",
-        rate=jump(3e-3, 0.1, 250),
+    replace(STRUCTURED, name="uniform_seed_1", label=UNIFORM, norm="rms", rate=jump(1e-3, 0.05, 250), seed=1),
+    replace(STRUCTURED, name="unlearn_sinks", label=HEALTHY, rate=jump(1e-3, 0.01, 250), reference=""),
+    replace(SANE_TEXT, name="jump", label=COLLAPSES, rate=jump(3e-3, 0.1, 250)),
+    replace(SANE_MLP, name="jump_mlp", label=COLLAPSES, rate=jump(3e-3, 0.1, 250)),
+    replace(SANE_MLP, name="jump_periodic", label=COLLAPSES, data="periodic", layers=3, rate=jump(3e-3, 0.1, 400)),
+    *(
+        replace(SANE_MLP, name=f"jump_{norm}", label=SPIKES, norm=norm, rate=jump(3e-3, 0.1, 250))
+        for norm in ("rms", "layer")
     ),
+    replace(SANE_MLP, name="jump_qwen3", label=SPIKES, call="qwen3", rate=jump(3e-3, 0.1, 250)),
     replace(
-        SANE_MLP,
-        name="lose_first_mlp",
-        label=SINKS_LOST,
-        data="started",
-        start="sinks_first",
-        rate=jump(3e-3, 0.03, 250),
+        SANE_MLP, name="jump_copy", label=SPIKES, data="copy_previous", norm="rms", layers=2, rate=jump(3e-3, 0.1, 300)
     ),
-    replace(
-        SANE_MLP, name="lose_periodic", label=UNIFORM, data="periodic", layers=3, rate=jump(3e-3, 0.1, 500), steps=700
-    ),
-    replace(SANE_MLP, name="uniform_mlp", label=UNIFORM, rate=jump(3e-3, 0.1, 300)),
-    replace(SANE_MLP, name="uniform_mlp_sgd", label=UNIFORM, optimizer="sgd", rate=jump(0.1, 3.0, 300)),
-    replace(SANE_MLP, name="uniform_qwen3", label=UNIFORM, call="qwen3", rate=jump(3e-3, 0.3, 300)),
+    replace(SANE_MLP, name="jump_sgd", label=SPIKES, optimizer="sgd", rate=jump(0.1, 3.0, 250)),
 )
 
-RECIPES = (*ATTENTION_ONLY, *WITH_FEED_FORWARD, *OVERFLOWING, *PLAIN, *NORMED, *BENIGN, *OTHER_FAILURES, *LOSING)
+RECIPES = (*ATTENTION_ONLY, *WITH_FEED_FORWARD, *OVERFLOWING, *PLAIN, *NORMED, *BENIGN, *OTHER_FAILURES, *JUMPS)

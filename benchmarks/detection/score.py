@@ -33,8 +33,8 @@ class Case:
         return self.truth.label in (COLLAPSE if meant == COLLAPSES else (meant,))
 
     def fired(self, wanted: Callable[[Alert], bool]) -> list[Alert]:
-        """Alerts that fired while the loss was a number, first one first."""
-        end = self.truth.nonfinite
+        """Alerts that fired, first one first; none of those that say nothing any more."""
+        end = self.truth.void
         found = [a for a in self.alerts if a.fired_step is not None and wanted(a)]
         return sorted((a for a in found if end is None or (a.fired_step or 0) < end), key=lambda a: a.fired_step or 0)
 

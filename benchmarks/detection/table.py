@@ -30,6 +30,8 @@ from attnwatch.monitor.run import Run
 
 Wanted = Callable[[Alert], bool]
 COLLAPSE_RULES = ("sparse_low_rank", "entropy_collapse")
+OTHER_RULES = ("sinks_lost", "attention_uniform")
+"""The rules for the failures of recipe.OTHER, in its order."""
 SCORE_HEAD = ("", "found", "late", "lead: median", "quartiles", "least", "false alarms")
 
 
@@ -58,8 +60,13 @@ def page(runs: Sequence[Known], sampled: Sequence[tuple[Recipe, list[Run]]], rul
         "## Single numbers",
         LINES_TEXT,
         *(_section(half, all_cases, _line_wanted(chosen)) for half in HALVES),
-        "### Which comes first",
+        "## Which comes first, which cries wolf",
         _order(all_cases, chosen),
+        "## Rates raised at once",
+        JUMPS_TEXT,
+        _jumps(all_cases),
+        "## Sinks lost, attention uniform",
+        _others(all_cases, rules),
         "## Fewer samples",
         _thinned(runs, rules),
         _sampled(sampled, rules),
@@ -93,6 +100,17 @@ literature; *tuned*: the one that separates best on the tuning half (rate of det
 the longest median lead)."""
 
 
+JUMPS_TEXT = """\
+Runs whose rate was raised five times or more from one step to the next. Attention and loss fail together here, within
+a few samples, and no rule can come first: they are left out of the leads above (sound ones do count among the false
+alarms)."""
+
+
+def _ramped(all_cases: Sequence[Case]) -> list[Case]:
+    """Without the runs in which nothing could precede the loss."""
+    return [case for case in all_cases if not (case.recipe.abrupt and case.truth.label in COLLAPSE)]
+
+
 def _wanted(rules: Sequence[Rule]) -> dict[str, Wanted]:
     rows: dict[str, Wanted] = {
         "**either collapse rule**": by_rule(*COLLAPSE_RULES),
@@ -108,7 +126,7 @@ def _line_wanted(chosen: Sequence[Line]) -> dict[str, Wanted]:
 
 
 def _section(half: str, all_cases: Sequence[Case], rows: dict[str, Wanted]) -> str:
-    here = [case for case in all_cases if half in ("all", case.recipe.half)]
+    here = [case for case in _ramped(all_cases) if half in ("all", case.recipe.half)]
     title = "### Both halves" if half == "all" else f"### The {half} half"
     return f"{title}\n\n" + _table(SCORE_HEAD, (_row(name, score(here, wanted)) for name, wanted in rows.items()))
 
@@ -142,8 +160,8 @@ def _runs(all_cases: Sequence[Case]) -> str:
         ((label, *(str(count[label, half]) for half in ("all", *HALVES))) for label in labels),
     )
     other = [
-        f"- `{c.recipe.name}` was meant to be {c.recipe.label}, became {c.truth.label} (final loss "
-        f"{c.truth.final:.2f}, {c.truth.worse:+.2f} to its reference, {c.truth.saturated:.0%} of the heads saturated)"
+        f"- `{c.recipe.name}` was meant to be {c.recipe.label}, became {c.truth.label} (final "
+        f"loss {c.truth.final:.2f}, {c.truth.worse:+.2f} to its reference, {c.truth.saturated[1]:.0%} saturated)"
         for c in all_cases
         if not c.as_meant
     ]
@@ -152,7 +170,7 @@ def _runs(all_cases: Sequence[Case]) -> str:
 
 def _mistakes(all_cases: Sequence[Case]) -> str:
     found = []
-    either = score(all_cases, by_rule(*COLLAPSE_RULES))
+    either = score(_ramped(all_cases), by_rule(*COLLAPSE_RULES))
     for name in either.missed:
         case = next(c for c in all_cases if c.recipe.name == name)
         found.append(f"- missed: `{name}` ({case.truth.label})")
@@ -168,27 +186,53 @@ def _mistakes(all_cases: Sequence[Case]) -> str:
 
 def _order(all_cases: Sequence[Case], chosen: Sequence[Line]) -> str:
     """Of the divergent runs, in how many each predictor fired first and at what median step before the onset."""
-    divergent = [case for case in all_cases if case.truth.onset is not None and case.truth.label in COLLAPSE]
+    here = _ramped(all_cases)
+    divergent = [case for case in here if case.truth.onset is not None and case.truth.label in COLLAPSE]
     rows: dict[str, Wanted] = {f"`{name}` (rule)": by_rule(name) for name in COLLAPSE_RULES} | _line_wanted(chosen)
     first: Counter[str] = Counter()
     for case in divergent:
         leads = {name: case.lead(wanted) for name, wanted in rows.items()}
         best = max((lead for lead in leads.values() if lead is not None), default=None)
         first.update(name for name, lead in leads.items() if lead is not None and lead == best)
-    scores = {name: score(all_cases, wanted) for name, wanted in rows.items()}
-    order = sorted(rows, key=lambda name: -float(np.median(scores[name].leads)) if scores[name].leads else np.inf)
-    text = f"Over {len(divergent)} divergent runs of both halves, by median lead (ties count for all).\n\n"
-    return text + _table(
+    scores = {name: score(here, wanted) for name, wanted in rows.items()}
+    middle = {name: float(np.median(x.leads)) if x.leads else -np.inf for name, x in scores.items()}
+    order = sorted(rows, key=lambda name: -middle[name])
+    calm = next((name for name in order if scores[name].wolf == 0), None)
+    answer = (
+        f"Over {len(divergent)} divergent runs of both halves {order[0]} comes first: {middle[order[0]]:.0f} steps "
+        f"before the onset (median), at the price of {scores[order[0]].wolf} false alarms in {scores[order[0]].healthy} sound "
+        "runs. " + (f"The first one without a false alarm is {calm}: {middle[calm]:.0f} steps." if calm else "")
+    )
+    table = _table(
         ("", "median lead", "first in", "found", "false alarms"),
         (
-            (
-                name,
-                f"{np.median(scores[name].leads):.0f}" if scores[name].leads else "",
-                str(first[name]),
-                f"{scores[name].found} of {scores[name].positives}",
-                f"{scores[name].wolf} of {scores[name].healthy}",
-            )
+            (name, f"{middle[name]:.0f}", str(first[name]), f"{x.found} of {x.positives}", f"{x.wolf} of {x.healthy}")
             for name in order
+            for x in [scores[name]]
+        ),
+    )
+    return f"{answer}\n\n{table}"
+
+
+def _jumps(all_cases: Sequence[Case]) -> str:
+    def row(case: Case) -> Sequence[str]:
+        told = dict.fromkeys(a.rule for a in case.fired(by_severity("critical", "warning")))
+        first = (f"`{rule}` {case.fired(by_rule(rule))[0].fired_step}" for rule in told)
+        onset = "" if case.truth.onset is None else str(case.truth.onset)
+        return f"`{case.recipe.name}`", case.truth.label, onset, ", ".join(first)
+
+    return _table(("recipe", "became", "onset", "fired"), [row(case) for case in all_cases if case.recipe.abrupt])
+
+
+def _others(all_cases: Sequence[Case], rules: Sequence[Rule]) -> str:
+    names = {rule.name for rule in rules}
+    return _table(
+        ("failure", "rule", "found", "false alarms"),
+        (
+            (label, f"`{name}`", _rate(x.found + x.late, x.positives), _rate(x.wolf, x.healthy))
+            for label, name in zip(OTHER, OTHER_RULES, strict=True)
+            if name in names
+            for x in [score(all_cases, by_rule(name), (label,))]
         ),
     )
 
@@ -196,7 +240,7 @@ def _order(all_cases: Sequence[Case], chosen: Sequence[Line]) -> str:
 def _thinned(runs: Sequence[Known], rules: Sequence[Rule]) -> str:
     chosen = [rule for rule in rules if rule.name in COLLAPSE_RULES]
     rows = [
-        (f"every {5 * thin} steps", *_row("", score(cases(runs, chosen, thin), by_rule(*COLLAPSE_RULES)))[1:])
+        (f"every {5 * thin} steps", *_row("", score(_ramped(cases(runs, chosen, thin)), by_rule(*COLLAPSE_RULES)))[1:])
         for thin in THINS
     ]
     return "The collapse rules with every sample, every second and every fourth; both halves.\n\n" + _table(
@@ -227,7 +271,7 @@ def _every(all_cases: Sequence[Case]) -> str:
         told = dict.fromkeys(f"{alert.rule} {alert.fired_step}" for alert in alerts if alert.rule in COLLAPSE_RULES)
         lead = case.lead(by_rule(*COLLAPSE_RULES))
         return (
-            f"`{recipe.name}`", recipe.half, x.label, f"{x.final:.2f} ({x.worse:+.2f})", f"{x.saturated:.0%}",
+            f"`{recipe.name}`", recipe.half, x.label, f"{x.final:.2f} ({x.worse:+.2f})", f"{x.saturated[1]:.0%}",
             "" if x.onset is None else str(x.onset), "; ".join(told), "" if lead is None else str(lead),
         )  # fmt: skip
 

@@ -41,19 +41,27 @@ class Truth:
     """label: what happened, one of the names of recipe.py or IMPAIRED. onset: first step of divergence.
 
     final: mean loss of the last FINAL steps that had one. worse: how much above the reference's at the same steps, or
-    without a reference above the run's own lowest. saturated: share of heads of which most rows look at one key, when
-    it failed or at the end. sinks: share of heads that looked at the first key, highest and then at the end. uniform:
-    median entropy_ratio, lowest and then at the end.
+    without a reference above the run's own lowest. saturated: share of heads of which most rows look at one key, how
+    much above the first sample's when divergence was sure (or else at the end), and at the end.
+    sinks: share of heads that look at the first key, highest and at the end. uniform: median entropy_ratio, lowest
+    and at the end. nonfinite: first step without a finite loss.
     """
 
     label: str
     onset: int | None
     final: float
     worse: float
-    saturated: float
+    saturated: tuple[float, float]
     sinks: tuple[float, float]
     uniform: tuple[float, float]
     nonfinite: int | None
+
+    @property
+    def void(self) -> int | None:
+        """From which step on alerts about attention are neither right nor wrong.
+
+        There is nothing to say once the loss is no number, nor when it diverged first and took the heads with it."""
+        return self.onset if self.label == SPIKES and self.saturated[1] >= QUARTER else self.nonfinite
 
 
 def find(recipe: Recipe, run: Run, reference: Run | None) -> Truth:
@@ -67,13 +75,15 @@ def find(recipe: Recipe, run: Run, reference: Run | None) -> Truth:
     else:
         best = float(reference.scalar("loss")[1][: len(finite)][-FINAL:].mean())
     until = run.steps <= (steps[-1] if bad is None else bad)
-    saturated = _last(_share(run, "saturated_rows", 0.5), until)
+    one_key = _share(run, "saturated_rows", 0.5)
+    at_failure = _last(one_key, until & (run.steps <= (steps[-1] if start is None else start + PATIENCE)), 3)
+    saturated = at_failure - one_key[0], _last(one_key, until, 3)
     # Every head that gives its first key most of its weight is a sink; what a run begins with counts as much.
     sinks = _share(run, "first_key_mass", 0.5)
     entropy = run.metric("entropy_ratio").reshape(len(run.steps), -1)
     median = np.nanmedian(np.where(until[:, None], entropy, 1.0), axis=1)
-    lost = (float(np.nanmax(sinks[until])), _last(sinks, until))
-    flat = (float(np.nanmin(median[until])), _last(median, until))
+    lost = (float(np.nanmax(sinks[until])), _last(sinks, until, 5))
+    flat = (float(np.nanmin(median[until])), _last(median, until, 5))
     truth = Truth("", start, final, final - best, saturated, lost, flat, bad)
     return Truth(_label(recipe, truth), *list(vars(truth).values())[1:])
 
@@ -81,7 +91,7 @@ def find(recipe: Recipe, run: Run, reference: Run | None) -> Truth:
 def _label(recipe: Recipe, x: Truth) -> str:
     if x.onset is None and x.worse < MARGIN:
         return HEALTHY
-    if x.saturated >= QUARTER:
+    if x.saturated[0] >= QUARTER:
         if x.onset is None:
             return COLLAPSES
         return OVERFLOWS if recipe.call == "half" and x.nonfinite is not None else DIVERGES
@@ -119,7 +129,7 @@ def _share(run: Run, metric: str, above: float) -> NDArray[np.float64]:
     return np.where(known.any(1), shares, np.nan)
 
 
-def _last(series: NDArray[np.float64], until: NDArray[np.bool_], samples: int = 5) -> float:
+def _last(series: NDArray[np.float64], until: NDArray[np.bool_], samples: int) -> float:
     """Median of the last few finite values."""
     known = series[until & np.isfinite(series)]
     return float(np.median(known[-samples:])) if len(known) else np.nan
