@@ -33,6 +33,7 @@ class Attention:
         are already in them and are not applied again. Causal, window and the masks still say what is visible, and so
         does a score of at most half of its dtype's minimum, or of `HIDDEN_SCORE`. q and k then only give the norms and
         the coordinates of the top key's product.
+    shift: broadcastable to `[B, H, Tq, 1]`, what the code took from the scores of a row before its softmax.
     mask_mod, score_mod: as flex_attention takes them, `(b, h, i, j) -> bool` and `(score, b, h, i, j) -> score`, called
         with index tensors that broadcast to `[b, h, R, Tk]`.
     dtype: what the model computes the logits in; None is that of the scores, or of q. `tied_rows` rounds to it.
@@ -49,6 +50,7 @@ class Attention:
     softcap: float | None = None
     sinks: Tensor | None = None
     scores: Tensor | None = None
+    shift: Tensor | None = None
     mask_mod: Callable[..., Tensor] | None = None
     score_mod: Callable[..., Tensor] | None = None
     dtype: torch.dtype | None = None
@@ -116,7 +118,8 @@ class Attention:
         """
         if self.scores is not None:
             # A float32 score would pass through .float() uncopied, but _take has copied it already.
-            return _take(self.scores, sequences, heads, rows).float()
+            scores = _take(self.scores, sequences, heads, rows).float()
+            return scores if self.shift is None else scores.add_(_take(self.shift, sequences, heads, rows))
         if queries is None or keys is None:
             raise ValueError("expected the query and key blocks of attention without scores; found None")
         b, h, r, d = queries.shape

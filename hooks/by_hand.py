@@ -28,7 +28,7 @@ def matmul(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     a, b = operands[-2:]  # baddbmm and addmm name the addend first
     if b.dim() == 2:
         if a.dim() >= 2 and a.shape[-1] == b.shape[0]:
-            product(tap, b.t(), out)
+            product(tap, a, b.t(), out)
     elif a.dim() >= 3 and b.dim() >= 3:
         pair(tap, a, b.transpose(-1, -2), out)
 
@@ -40,6 +40,7 @@ def pair(tap: Tap, q: Tensor, k: Tensor, out: Tensor) -> None:
         return
     site.pairs = [*site.pairs[-3:], Pair(q.detach(), k.detach(), out.shape)]
     site.visible.clear()
+    site.shifts.clear()
 
 
 def _hides(value: Any) -> bool:
@@ -79,13 +80,26 @@ def add(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     """A float mask is an addend that learns nothing; a learned bias is not a mask."""
     if _is_scores(tap.site, out):
         for addend in args[:2]:
-            if isinstance(addend, Tensor) and not addend.requires_grad and addend.is_floating_point():
+            constant = isinstance(addend, Tensor) and not addend.requires_grad and addend.is_floating_point()
+            if constant and _by_key(addend):
                 _note(tap, addend.detach() > HIDDEN, out)
 
 
+def _by_key(x: Tensor) -> bool:
+    """Whether it differs from key to key: the softmax does not see what is the same for a whole row."""
+    return x.dim() > 0 and x.shape[-1] > 1
+
+
 def sub(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-    if len(args) == 2 and isinstance(args[1], Tensor):
-        add(tap, func, (args[0], -args[1]), kwargs, out)
+    """A mask taken away, or a softmax kept stable by hand: then the row's constant is put back to see the logits."""
+    if len(args) != 2 or not isinstance(args[1], Tensor) or not _is_scores(tap.site, out):
+        return
+    taken = args[1].detach()
+    if _by_key(taken):
+        if not args[1].requires_grad:
+            add(tap, func, (args[0], -taken), kwargs, out)
+    elif taken.is_floating_point():
+        tap.site.shifts.append(spread(taken, out.shape))
 
 
 def _note(tap: Tap, visible: Tensor, out: Tensor) -> None:
@@ -97,16 +111,25 @@ def softmax(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     x, dim, site = call["input"], call.get("dim"), tap.site
     if not isinstance(out, Tensor) or out.dim() < 3 or dim not in (-1, out.dim() - 1):
         return
-    scored = next((p for p in reversed(site.pairs) if _alike(p.shape, x.shape)), None)
-    if scored is None:
+    made = [pair for pair in site.pairs if _alike(pair.shape, x.shape)]
+    if not made:
         return  # a router, a classifier: no product of two activations behind it
+    # Scores may be a sum of products (relative positions): q and k are the first two that both have every sequence.
+    scored = next((p for p in made if p.q.shape[0] == p.k.shape[0] and p.q.dim() == p.k.dim()), made[-1])
     form = form_of(site, x, scored.k)
     mask = None
     for visible in site.visible:
         part = four_mask(visible, form)
         mask = part if mask is None else mask & part
-    attention = Attention(q=four(scored.q, form), k=four(scored.k, form), scores=four(x.detach(), form), mask=mask)
+    shift = None
+    for taken in site.shifts:
+        part = four_mask(taken, form).float()
+        shift = part if shift is None else shift + part
+    attention = Attention(
+        q=four(scored.q, form), k=four(scored.k, form), scores=four(x.detach(), form), mask=mask, shift=shift
+    )
     site.pairs.clear()
     site.visible.clear()
+    site.shifts.clear()
     site.map_shape = out.shape
     tap.report(Seen(attention, folded=form.folded))

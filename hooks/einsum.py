@@ -52,4 +52,4 @@ def _projection(tap: Tap, labels: tuple[str, str, str], operands: Any, out: Tens
     rows = weight.permute(*[second.index(c) for c in (*made, summed)]).flatten(0, -2)
     of_tokens = out.permute(*[result.index(c) for c in result if c in first], *[result.index(c) for c in made])
     name = next((name for name, parameter in tap.site.module.named_parameters() if parameter is weight), "")
-    product(tap, rows, of_tokens.flatten(-len(made)), name)
+    product(tap, operands[0], rows, of_tokens.flatten(-len(made)), name)

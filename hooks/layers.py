@@ -25,7 +25,7 @@ from attnwatch.hooks.update import UPDATE, Kept, change, keep, reader
 METRICS = (*ATTENTION, *SPECTRUM, *UPDATE, *BOUND)
 """Every metric of a sample, in the order of its array."""
 
-_LOGIT_MAX = [metric.name for metric in METRICS].index("logit_max")
+_LOGIT_MAX, _NONFINITE = ([metric.name for metric in METRICS].index(name) for name in ("logit_max", "nonfinite"))
 
 
 @dataclass
@@ -137,6 +137,9 @@ def settle(layer: Layer, draft: Draft, numbers: Iterator[NDArray[np.float64]]) -
             layer.bound = bound
     elif not layer.note:
         layer.state, layer.note, layer.due = "logits_only", "weights not looked at yet", True
+    if np.isnan(row[_LOGIT_MAX]).all() and not row[_NONFINITE].any():
+        layer.state, layer.due = "uncovered", True
+        layer.note = "no row sees any key, as far as its masks were understood"
     if layer.state == "uncovered":
         row[:] = np.nan
     elif layer.bound is not None:

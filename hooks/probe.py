@@ -8,6 +8,7 @@ checkpoints are not counted. Micro-batches merge. Nothing here raises into the m
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -144,23 +145,26 @@ class Probe:
     def _unwind(self) -> None:
         """Leave what a forward that was interrupted (KeyboardInterrupt skips hooks) left standing in this thread."""
         tap = getattr(self._local, "tap", None)
-        if tap is not None and tap.frames:
-            tap.leave(tap.frames[0].module, None, ())
+        if tap is not None:
+            tap.abandon()
         self._local.tap = None
 
     # --- in the forward -----------------------------------------------------------------------------------------------
 
     def enter(self, name: str, module: nn.Module) -> None:
-        if not self.counts:
-            return
         tap = getattr(self._local, "tap", None)
-        if tap is not None and tap.frames and tap.frames[0].module is module:  # begun again after an interruption
+        if (
+            tap is not None and not tap.running()
+        ):  # an interrupted forward (KeyboardInterrupt skips hooks) left it standing
             self._unwind()
             tap = None
+        if not self.counts:
+            return
         if tap is None:
             tap = self._local.tap = Tap(HANDLERS, self.gather, self.failed, self._choose, self._look)
         adapter = self._adapted.get(name)
-        tap.enter(Frame(name, module, name in self._owners or hasattr(adapter, "match"), adapter=adapter))
+        frame = Frame(name, module, name in self._owners or hasattr(adapter, "match"), adapter=adapter)
+        tap.enter(frame, sys._getframe(2))  # of the module's call, above this method and its hook
 
     def leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
         tap = getattr(self._local, "tap", None)
@@ -258,10 +262,11 @@ class Probe:
         with self._lock:
             if where not in self._broken:
                 self._broken.add(where)
-                text = " ".join(str(error).split())[:300]
-                self._problems.append(
-                    (where, f"measuring failed and is off for this layer: {type(error).__name__}: {text}")
-                )
+                reason = f"measuring failed and is off for this layer: {type(error).__name__}: "
+                reason += " ".join(str(error).split())[:300]
+                self._problems.append((where, reason))
+                if where in self.layers:
+                    self.layers[where].state, self.layers[where].note = "uncovered", reason
 
     # --- after the step -----------------------------------------------------------------------------------------------
 

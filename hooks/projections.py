@@ -18,24 +18,40 @@ _NORM = re.compile(r"norm|rms|l2", re.IGNORECASE)
 
 def linear(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     call = bind(("input", "weight"), args, kwargs)
-    product(tap, call["weight"], out)
+    product(tap, call["input"], call["weight"], out)
 
 
 def addmm(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     call = bind(("input", "mat1", "mat2"), args, kwargs)
-    product(tap, call["mat2"].t(), out)
+    product(tap, call["mat1"], call["mat2"].t(), out)
 
 
-def product(tap: Tap, weight: Tensor, out: Tensor, name: str = "") -> None:
-    tap.site.project([projected(tap.look, weight, out, name)])
+def product(tap: Tap, source: Tensor, weight: Tensor, out: Tensor, name: str = "") -> None:
+    """`source @ weight.t()` was computed."""
+    found = projected(tap.look, weight, out, name)
+    if tap.look:
+        found = _whole(found, source, tap.site.products)
+    tap.site.project([found])
+
+
+def _whole(last: Product, source: Tensor, earlier: list[Product]) -> Product:
+    """A factored projection as one: where its input is what a narrower projection made, the two weights' product."""
+    for first in earlier:
+        rank, width = first.weight.shape
+        same = first.made is not None and first.made.data_ptr() == source.data_ptr()
+        if same and rank == last.weight.shape[1] and rank < min(width, last.weight.shape[0]):
+            weight = last.weight.float() @ first.weight.float()
+            return last._replace(weight=weight, name=last.name or f"a product of two projections, of rank {rank}")
+    return last
 
 
 def projected(look: bool, weight: Tensor, out: Tensor, name: str = "") -> Product:
-    """What a projection `[..., in] -> [..., out]` leaves behind; rows of its output only if the weights are looked at."""
+    """What a projection `[..., in] -> [..., out]` leaves behind; of its output only if the weights are looked at."""
     tokens = out.numel() // max(1, out.shape[-1])
     stride = max(1, tokens // 16) | 1  # odd: the rows fall on different positions of different sequences
     rows = out.detach().reshape(tokens, -1)[::stride][:16].clone() if look else None
-    return Product(weight.detach(), out.shape[:-1], stride, rows, name, next(CLOCK))
+    made = out.detach() if look else None
+    return Product(weight.detach(), out.shape[:-1], stride, rows, name, next(CLOCK), made)
 
 
 def module_left(tap: Tap, frame: Frame, arguments: Any, output: Any) -> None:

@@ -13,11 +13,12 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from attnwatch.hooks.attention import Attention
 
@@ -28,7 +29,8 @@ KEPT = 64  # products and norms remembered per frame: enough for any attention l
 class Product(NamedTuple):
     """A projection as it was computed. weight: `[out, in]`, a view of the parameter. lead: shape of the tokens. rows:
     `[n, out]` of its output, every `stride`-th token from the first; None unless the weights are looked at. name: what
-    to call it where it is no parameter. at: when, by CLOCK."""
+    to call it where it is no parameter. at: when, by CLOCK. made: the output itself, held so that a projection of it is
+    known as one; like rows None unless the weights are looked at."""
 
     weight: Tensor
     lead: torch.Size
@@ -36,6 +38,7 @@ class Product(NamedTuple):
     rows: Tensor | None
     name: str = ""
     at: int = 0
+    made: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -99,6 +102,7 @@ class Frame:
     norms: list[Norm] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     visible: list[Tensor] = field(default_factory=list)
+    shifts: list[Tensor] = field(default_factory=list)  # constants of a row that the code took from its scores
     map_shape: torch.Size | None = None  # of a softmax by hand whose product with the values is still to come
     seen: int = 0
     used: bool = False  # the projections belong to a call that was seen; the next one starts anew
@@ -144,6 +148,7 @@ class Tap(TorchFunctionMode):
         self.choose = choose
         self.look = look
         self._mute = 0
+        self._caller: FrameType | None = None  # the Python frame of the outermost forward
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -158,6 +163,9 @@ class Tap(TorchFunctionMode):
     def handle(self, handler: Callable[..., None], *call: Any) -> None:
         """Let a handler look at a call: the observer never breaks the observed."""
         if self._mute or not self.frames:
+            return
+        if not self.running():  # the forward was interrupted: what runs now is not the model
+            self.frames.clear()
             return
         try:
             with torch.no_grad(), torch._C.DisableTorchFunction():  # no mode, of another probe either, sees it
@@ -179,9 +187,25 @@ class Tap(TorchFunctionMode):
         """The innermost running module that owns a weight matrix (the outermost one if none does)."""
         return next((frame for frame in reversed(self.frames) if frame.owner), self.frames[0])
 
-    def enter(self, frame: Frame) -> None:
+    def running(self) -> bool:
+        """Whether the outermost forward is still under way: KeyboardInterrupt ends one without any hook."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self._caller:
+            frame = frame.f_back
+        return frame is not None
+
+    def abandon(self) -> None:
+        """Take the mode off after a forward that ended without its hooks."""
+        self.frames.clear()
+        standing = _get_current_function_mode_stack()
+        if standing and standing[-1] is self:
+            self.__exit__(None, None, None)
+
+    def enter(self, frame: Frame, caller: FrameType | None) -> None:
+        """A module's forward begins; caller: the Python frame that will run it."""
         self.frames.append(frame)
         if len(self.frames) == 1:
+            self._caller = caller
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self, module: nn.Module, output: Any, arguments: Any) -> None:
