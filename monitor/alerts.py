@@ -44,6 +44,14 @@ class Alert:
     advice: str
 
 
+class TrainingStopped(Exception):  # noqa: N818 (a public name: it says what happened)
+    """Raised from `Monitor.step` when an alert of the severity given as `stop_on` fired; `alert` is that alert."""
+
+    def __init__(self, alert: Alert):
+        super().__init__(f"{alert.rule} ({alert.severity}) at {alert.place}, step {alert.fired_step}: {alert.summary}")
+        self.alert = alert
+
+
 class Life(NamedTuple):
     """An alert and how many samples in a row it was met (while pending) or quiet (while firing)."""
 

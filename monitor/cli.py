@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Writes one self-contained page, also of a run that was killed or still goes on, and summary.json "
         "beside it. For one run both go into its directory.",
     )
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory, or one that holds runs")
     report.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (several runs: ./report.html)")
     report.add_argument(
         "--fail-on", choices=SEVERITIES, metavar="SEVERITY",
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Asks rules of stored runs as they were asked live. Without --rules each run is asked its own. "
         "Leads are steps from a warning that still stood to the step at which the loss began to diverge.",
     )
-    replay.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
+    replay.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory, or one that holds runs")
     replay.add_argument("--rules", type=Path, metavar="FILE", help="other rules; shows how they differ from the run")
     replay.add_argument(
         "--sweep", metavar="METRIC=a:b:n",
@@ -191,17 +191,16 @@ def _replay(options: argparse.Namespace) -> int:
 
     from attnwatch.monitor.predictors import first_crossings
     from attnwatch.monitor.replay import changes, replay, rules_of
-    from attnwatch.monitor.rules import load_rules
-    from attnwatch.monitor.store import open_run
+    from attnwatch.monitor.rules import load_rules, of_file
     from attnwatch.monitor.sweep import parse_sweep, run_sweep
     from attnwatch.reports import replays
 
     given = None if options.rules is None else load_rules(options.rules)
     sweep = None if options.sweep is None else parse_sweep(options.sweep)
-    runs = [open_run(path) for path in options.runs]
+    runs = _open(options.runs)
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
     if sweep is not None:
-        with _progress(runs) as look:
+        with _progress(runs) as look, of_file(options.rules):
             points = run_sweep(runs, lambda run: given or rules_of(run), sweep, look)
         if options.json:
             print(json.dumps(replays.sweep_as_data(points), indent=1, allow_nan=False))
@@ -209,7 +208,7 @@ def _replay(options: argparse.Namespace) -> int:
             replays.show_sweep(points, sweep.metric, console)
         return 0
     findings = []
-    with _progress(runs) as look:
+    with _progress(runs) as look, of_file(options.rules):
         for run in runs:
             replayed = replay(run, rules_of(run) if given is None else given, look)
             differing = None if given is None else changes(run.alerts, replayed.alerts)
@@ -219,6 +218,16 @@ def _replay(options: argparse.Namespace) -> int:
     else:
         replays.show(findings, console)
     return 0
+
+
+def _open(paths: Sequence[Path]) -> list[Run]:
+    """The runs that the paths stand for; what is none is named on stderr."""
+    from attnwatch.monitor.paths import listed, open_runs
+
+    runs, others = open_runs(paths)
+    if others:
+        print(f"attnwatch: left out, no runs: {listed(others)}", file=sys.stderr)
+    return runs
 
 
 @contextmanager
@@ -234,10 +243,9 @@ def _progress(runs: Sequence[Run]) -> Iterator[Callable[[object], None]]:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from attnwatch.monitor.store import open_run
     from attnwatch.reports.html import write_page_and_summary
 
-    runs = [open_run(path) for path in options.runs]
+    runs = _open(options.runs)
     beside = runs[0].path if len(runs) == 1 else Path()
     print(write_page_and_summary(runs, options.output or beside / "report.html"))
     return int(options.fail_on is not None and any(_fired(run, options.fail_on) for run in runs))

@@ -6,7 +6,7 @@ axis; they start with no past. What is not finite is not remembered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -131,7 +131,8 @@ class Heads:
     def layers(self) -> list[str]:
         return list(self._rows)
 
-    def take(self, sample: Sample) -> None:
+    def take(self, sample: Sample, unproved: Collection[str] = ()) -> None:
+        """unproved: layers whose held values are forgotten."""
         for layer in sample.layers:
             self._rows.setdefault(layer, len(self._rows))
         new = self._placed(self._of(sample), [self._rows[layer] for layer in sample.layers])
@@ -139,6 +140,7 @@ class Heads:
         self.exist = present | _grown(self.exist, new[0], False)
         held = new[self._held]
         self._last = _grown(self._last, new[0])
+        self._last[:, [self._rows[layer] for layer in unproved if layer in self._rows]] = np.nan
         np.copyto(self._last, held, where=np.isfinite(held))
         new[self._held] = self._last if present.all() else np.where(present, self._last, np.nan)
         self.values = dict(zip(self._metrics, new, strict=True))

@@ -12,6 +12,9 @@ from attnwatch.monitor.sample import Problem, Sample, Update
 from attnwatch.monitor.store import RunWriter
 
 RUN = "run directory"
+NO_STEP = (
+    "no step was counted: call monitor.step() after every optimizer step, or pass optimizer= (the one that trains it)"
+)
 
 
 class Output(Protocol):

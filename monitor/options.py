@@ -15,6 +15,7 @@ import numpy as np
 import attnwatch
 from attnwatch.monitor.alerts import SEVERITIES
 from attnwatch.monitor.rules import Rule, load_rules
+from attnwatch.monitor.run import as_path
 from attnwatch.monitor.sample import Metric, UsageError
 
 SPECTRUM_EVERY = 5
@@ -59,11 +60,33 @@ def choose_rules(given: str | os.PathLike[str] | Sequence[Rule] | None) -> tuple
     return tuple(given), f"{len(given)} given"
 
 
+def check_outputs(given: object) -> None:
+    """Raises UsageError for what is no list of outputs."""
+
+    def is_output(x: object) -> bool:
+        return not isinstance(x, type) and all(callable(getattr(x, name, None)) for name in ("write", "close"))
+
+    if not isinstance(given, list | tuple) or not all(map(is_output, given)):
+        raise UsageError(
+            f"expected outputs to be a list of objects with write(update) and close(), found {repr(given)[:60]}"
+        )
+
+
+def absolute(path: Path) -> Path:
+    try:
+        return path.absolute()
+    except OSError as error:  # the working directory is gone
+        raise UsageError(f"expected a directory to record in, found {error.strerror}; pass run= a full path") from None
+
+
 def run_directory(given: str | os.PathLike[str] | None) -> Path:
-    """Where to record: by default `runs/<date>-<time>`, with a number behind it if that is taken."""
+    """Where to record: by default `runs/<date>-<time>`, with a number behind it if that is taken.
+
+    Absolute, so that a trainer may change its directory. Raises UsageError for what is no path.
+    """
     if given is not None:
-        return Path(given)
-    stem = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+        return absolute(as_path(given, "run"))
+    stem = absolute(Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S"))
     return next(path for n in range(1, 1000) if not (path := stem if n == 1 else Path(f"{stem}-{n}")).exists())
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 from attnwatch.monitor.alerts import SEVERITIES, Alert
 from attnwatch.monitor.conditions import Condition, closest, parse
 from attnwatch.monitor.history import Array, Heads
-from attnwatch.monitor.sample import SCALARS, Coverage, Metric, Sample, UsageError
+from attnwatch.monitor.sample import SCALARS, Coverage, Metric, Sample, UsageError, unproved
 from attnwatch.monitor.state import State, freeze_alert, freeze_numbers, thaw_alert, thaw_numbers
 from attnwatch.monitor.verdicts import Watch
 
@@ -115,11 +116,19 @@ def load_rules(source: str | os.PathLike[str] | None = None) -> tuple[Rule, ...]
     if set(content) != {"rule"} or not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
         found = ", ".join(map(repr, content))[:80] or "nothing"
         raise UsageError(f"{path}: expected [[rule]] tables and nothing else at the top, found {found}")
+    with of_file(path):
+        return parse_rules(tables)
+
+
+@contextmanager
+def of_file(file: str | os.PathLike[str] | None) -> Iterator[None]:
+    """A UsageError about rules names the file that they came from; None: from none."""
     try:
-        rules = parse_rules(tables)
+        yield
     except UsageError as error:
-        raise UsageError(f"{path}: {error}") from None
-    return rules
+        if file is None:
+            raise
+        raise UsageError(f"{file}: {error}") from None
 
 
 def parse_rules(tables: Iterable[Mapping[str, object]]) -> tuple[Rule, ...]:
@@ -174,7 +183,7 @@ class Engine:
     ) -> tuple[Alert, ...]:
         """Takes in one sample; the alerts whose state changed. scalars: the last known ones."""
         self._scalars |= scalars
-        self._heads.take(sample)
+        self._heads.take(sample, unproved(coverage))
         values = self._heads.values | self._facts_of(coverage)
         watches = [watch for watch in self._watches if not watch.scalars_only]
         return self._ask(watches, sample.step, values)

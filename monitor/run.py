@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -218,7 +219,7 @@ def open_run(path: str | PathLike[str]) -> Run:
     Verifies every checksum once, here (about 1 s a GB); values stay on disk until `Run.metric` asks for them.
     Raises UsageError when there is no run, or none that this version can read.
     """
-    folder = Path(path)
+    folder = as_path(path, "a run")
     if folder.name == HEADER and not folder.is_dir():
         folder = folder.parent
     try:
@@ -231,6 +232,17 @@ def open_run(path: str | PathLike[str]) -> Run:
         return Run(folder, header, numbers)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise _unreadable(folder, f"{type(error).__name__}: {error}") from error
+
+
+def as_path(given: object, what: str) -> Path:
+    """What was given as `what`. Raises UsageError for what is no path, or an empty one."""
+    try:
+        path = os.fspath(given)  # type: ignore[call-overload]
+    except TypeError:
+        path = None
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise UsageError(f"expected {what} to be the path of a directory, found {repr(given)[:60]}; pass its name")
+    return Path(path)
 
 
 def _read_header(folder: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,8 @@ class UsageError(ValueError):
 class Metric:
     """What one number of a head means. `merge` says how two measurements of one head become one.
 
-    merge: "mean" (row-weighted), "max", "min", "sum" (count), or "last" (from the weights: known until measured again).
+    merge: "mean" (row-weighted), "max", "min", "sum" (count), or "last" (from the weights: known
+    until measured again, or until the layer is no longer verified).
     """
 
     name: str
@@ -51,6 +52,11 @@ class Coverage:
     qk_norm: str = ""
     note: str = ""
     dtype: str = ""
+
+
+def unproved(coverage: Iterable[Coverage]) -> frozenset[str]:
+    """Layers whose weights were looked at and not proved: what was known of their spectrum holds no more."""
+    return frozenset(layer.name for layer in coverage if layer.state != "verified")
 
 
 @dataclass(frozen=True, eq=False)

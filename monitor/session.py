@@ -22,24 +22,17 @@ from attnwatch.hooks import sites
 from attnwatch.hooks.layers import METRICS
 from attnwatch.hooks.probe import Probe, Reading
 from attnwatch.monitor.alerts import SEVERITIES, Alert
-from attnwatch.monitor.journal import Journal
+from attnwatch.monitor.alerts import TrainingStopped as TrainingStopped
+from attnwatch.monitor.journal import NO_STEP, Journal
 from attnwatch.monitor.journal import Output as Output
-from attnwatch.monitor.options import SPECTRUM_EVERY, Options, choose_rules, header, run_directory
-from attnwatch.monitor.outputs.log import LogOutput, coverage_line, firing_lines
+from attnwatch.monitor.options import SPECTRUM_EVERY, Options, check_outputs, choose_rules, header, run_directory
+from attnwatch.monitor.outputs.log import LogOutput, status
 from attnwatch.monitor.outputs.prometheus import PrometheusOutput
-from attnwatch.monitor.rules import Engine, Rule
+from attnwatch.monitor.rules import Engine, Rule, of_file
 from attnwatch.monitor.sample import Coverage, Metric, Problem, Sample, Update, UsageError
 from attnwatch.monitor.scalars import Pending
 from attnwatch.monitor.state import Counts, thaw_counts
 from attnwatch.monitor.store import RunWriter
-
-
-class TrainingStopped(Exception):  # noqa: N818 (a public name: it says what happened)
-    """Raised from `Monitor.step` when an alert of the severity given as `stop_on` fired; `alert` is that alert."""
-
-    def __init__(self, alert: Alert):
-        super().__init__(f"{alert.rule} ({alert.severity}) at {alert.place}, step {alert.fired_step}: {alert.summary}")
-        self.alert = alert
 
 
 def watch(
@@ -92,6 +85,8 @@ def watch(
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"expected optimizer to be a torch.optim.Optimizer, found {type(optimizer).__name__}")
+    check_outputs(outputs)
+    directory = run_directory(run)
     chosen, source = choose_rules(rules)
     options = Options(
         every=every,
@@ -110,12 +105,13 @@ def watch(
     except ValueError as error:
         raise UsageError(str(error)) from None
     metrics = tuple(Metric(*metric) for metric in METRICS)
-    engine = Engine(chosen, metrics)
+    with of_file(rules if isinstance(rules, str | os.PathLike) else None):
+        engine = Engine(chosen, metrics)
     facts = {"model": type(model).__name__, "parameters": sum(x.numel() for x in model.parameters())}
     described = header(options, metrics, chosen, {"torch": torch.__version__}, **facts)
     server = None if prometheus is None else PrometheusOutput(metrics, prometheus)
     try:
-        writer = RunWriter(run_directory(run), described)
+        writer = RunWriter(directory, described)
     except BaseException:
         if server is not None:
             server.close()
@@ -147,6 +143,7 @@ class Monitor:
         self._report = report
         self._step = -1  # newest finished step
         self._count = 0  # steps finished while attached
+        self._idle = True  # no step was finished in this process
         self._samples = 0
         self._seconds = 0.0
         self._armed = False
@@ -246,6 +243,8 @@ class Monitor:
         self._journal.safely("hooks", self._probe.close)
         del self._probe  # and with it the model
         self._journal.safely("monitor", self._flush)
+        if self._idle:
+            self._journal.problem("step", NO_STEP)
         end = {"time": time.time(), "samples": self._samples, "seconds": self._seconds}
         self._journal.event("end", self._step, end)
         if self._report:
@@ -261,6 +260,12 @@ class Monitor:
 
     __del__ = _drop
 
+    def __copy__(self, memo: object = None) -> Monitor:
+        """A run has one monitor: a copy that is dropped must not close it."""
+        return self
+
+    __deepcopy__ = __copy__
+
     def __enter__(self) -> Monitor:
         return self
 
@@ -268,14 +273,10 @@ class Monitor:
         self.close()
 
     def __str__(self) -> str:
-        covered = coverage_line(self._coverage) if self._coverage else "no sample yet"
         until = -self._count % self._options.every
         following = "closed" if self._closed else f"next sampled step {self._step + 1 + until}"
-        return "\n".join(
-            [f"attnwatch: {covered}", f"  step {max(self._step, 0)}, {following}, recorded in {self.run}"]
-            + [f"  alert: {line}" for line in firing_lines(self.alerts)]
-            + [f"  problem: {problem.where}: {problem.text}" for problem in self.problems]
-        )
+        now = f"step {max(self._step, 0)}, {following}, recorded in {self.run}"
+        return status(now, self._coverage, self.alerts, self.problems)
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
@@ -302,6 +303,7 @@ class Monitor:
         if not self._pending.later():
             self._flush()
         self._count += 1
+        self._idle = False
         if self._count % self._options.every == 0 and not self._closed:
             self._journal.safely("hooks", self._arm)
 

@@ -36,8 +36,14 @@ TABLE_LINES = 200
 
 
 def write_report(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
-    """Write the page; a reader sees the old one or the new one whole. Raises UsageError where it cannot be written."""
+    """Write the page; a reader sees the old one or the new one whole. Raises UsageError where it cannot be written,
+    and for a file that is there and no page: a recording, say.
+    """
     target = Path(path)
+    if target.suffix.lower() not in (".html", ".htm") and target.is_file():
+        raise UsageError(
+            f"expected a page (.html) or a new file, found {str(target)!r}, which is none; give another file"
+        )
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     page = render(runs)
     try:

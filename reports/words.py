@@ -53,7 +53,8 @@ READING = {
     "logit_max": "Above 100 is no danger by itself. Near 1,000 losses begin to suffer, above 10,000 runs diverged.",
     "logit_spread": "Largest minus smallest logit of a row: what sharpness is made of.",
     "entropy": "In nats, not divided by its maximum: depends on the context length. Compare the ratio instead.",
-    "qk_rank_ratio": "1 is as spread as random weights of this shape. Healthy trained heads lie mostly above 0.5.",
+    "qk_rank_ratio": "1 is as spread as random weights of this shape. Without QK-norm healthy "
+    "trained heads lie mostly above 0.5; with it the raw product concentrates in healthy runs too.",
     "qk_rank": "Effective number of directions, at most the head size.",
     "qk_directions_90": "Directions that hold 90 % of the energy. Only comparable between heads of one size.",
     "qk_energy_top1": "Share of the energy in the strongest direction. Rises in a collapse, and under QK-norm.",

@@ -61,6 +61,22 @@ def wait_for() -> Callable[..., Any]:
 
 
 @pytest.fixture
+def probes() -> Iterator[Callable[[Any], Any]]:
+    """Makes probes that look inside compiled graphs, and closes them."""
+    from attnwatch.hooks.probe import Probe
+
+    made: list[Probe] = []
+
+    def make(model: Any) -> Probe:
+        made.append(Probe(model, rows=None, sequences=1000, graph=True))
+        return made[-1]
+
+    yield make
+    for probe in made:
+        probe.close()
+
+
+@pytest.fixture
 def prometheus(tmp_path: Path) -> Iterator[Callable[[int], Query]]:
     """Starts a real Prometheus server that scrapes a local port every second; returns how to query it."""
     servers: list[subprocess.Popen[bytes]] = []

@@ -20,6 +20,7 @@ METRICS = tuple(
         "first_key_mass": "mean",
         "nonfinite": "sum",
         "qk_rank_ratio": "last",
+        "logit_bound": "last",
         "bound_use": "last",
     }.items()
 )

@@ -139,6 +139,46 @@ def test_a_run_that_a_kill_left_is_reported(tmp_path: Path) -> None:
     assert json.loads((path / "summary.json").read_text())["samples"] == 3
 
 
+def test_a_directory_stands_for_the_runs_in_it_and_what_is_no_run_is_left_out(tmp_path: Path) -> None:
+    """`attnwatch report runs/*` after a demo, whose directory holds a page too; a run deeper down is not meant."""
+    for name in ("demo/plain", "demo/qk_norm", "deep/er/run"):
+        small(tmp_path / name)
+    (tmp_path / "demo" / "report.html").write_text("page")
+    (tmp_path / "notes").mkdir()
+    for paths, named, skipped in (
+        (["demo"], ["plain", "qk_norm"], ""),
+        (["demo", "deep/er"], ["plain", "qk_norm", "run"], ""),
+        (["demo/plain", "demo/qk_norm", "demo/report.html"], ["plain", "qk_norm"], "demo/report.html"),
+        (["deep", "demo", "notes"], ["plain", "qk_norm"], "deep, notes"),
+    ):
+        for command in (("report", *paths, "-o", "page.html"), ("replay", *paths, "--json")):
+            done = run(*command, cwd=tmp_path)
+            said = f"attnwatch: left out, no runs: {skipped}\n" if skipped else ""
+            assert (done.returncode, done.stderr) == (0, said)
+        assert [each["run"] for each in json.loads(done.stdout)["runs"]] == named
+        assert [each["run"] for each in json.loads((tmp_path / "summary.json").read_text())] == named
+    for command in ("report", "replay"):
+        assert "found none in deep, notes" in refusal(command, "deep", "notes", cwd=tmp_path)
+        assert "found a directory without run.json" in refusal(command, "deep", cwd=tmp_path)
+        assert "found a file" in refusal(command, "demo/report.html", cwd=tmp_path)
+        assert "'nowhere', found nothing" in refusal(command, "demo", "nowhere", cwd=tmp_path)
+
+
+def test_a_report_overwrites_pages_only(tmp_path: Path) -> None:
+    path = small(tmp_path / "run")
+    (path / "page.htm").write_text("old")
+    (path / "Page.HTML").write_text("old")
+    kept = {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and "age" not in file.name}
+    assert len(kept) == 4
+    for file in kept:
+        assert "expected a page (.html) or a new file" in refusal("report", path, "-o", file)
+    assert {file: file.read_bytes() for file in path.rglob("*") if file in kept} == kept
+    assert not (path / "summary.json").exists()
+    for name in ("page.htm", "Page.HTML", "new", "new.txt"):
+        assert run("report", path, "-o", path / name).returncode == 0
+        assert (path / name).read_text().startswith("<!DOCTYPE html>")
+
+
 def test_what_is_no_run_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     good = small(tmp_path / "good")
     assert "found nothing" in refusal("report", tmp_path / "missing")

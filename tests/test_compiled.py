@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import zoo
-from tests.models import B, E, Mixer, T, Tower, causal, grouped, parts, sampled, tokens
+from tests.compiling import NAMES, NOISE, WAYS, each_layer, learn, sample, states, tower, whole
+from tests.models import B, E, Mixer, T, Tower, causal, parts, sampled, tokens
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -20,14 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import attnwatch
-from attnwatch.hooks.layers import Layer
 from attnwatch.hooks.probe import Probe, Reading
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:`torch.jit.script_method` is deprecated"
-)  # the compiler's own
-
-NAMES = ("layers.0", "layers.1")
+pytestmark = pytest.mark.filterwarnings(*NOISE)
+VERIFIED = dict.fromkeys(NAMES, "verified")
 
 
 def stance() -> str:
@@ -42,73 +39,12 @@ def _fresh() -> Iterator[None]:
     assert stance() == "default"
 
 
-def tower(**options: Any) -> Tower:
-    return Tower(grouped(0), grouped(1), **options).train()
-
-
-def learn(call: Callable[..., Tensor], x: Tensor) -> Tensor:
-    loss = call(x).square().mean()
-    loss.backward()
-    return loss
-
-
-def sample(probe: Probe, call: Callable[..., Tensor], x: Tensor, look: bool = True) -> Reading:
-    probe.arm(look=look)
-    learn(call, x)
-    return probe.finish()
-
-
-def verified(layers: tuple[Layer, ...], names: tuple[str, ...] = NAMES) -> bool:
-    return [(layer.name, layer.state) for layer in layers] == [(name, "verified") for name in names]
-
-
 def twin(reading: Reading, other: Reading) -> None:
     assert reading.measured == other.measured
     np.testing.assert_array_equal(reading.values, other.values)
 
 
 # --- every way to compile ---------------------------------------------------------------------------------------------
-
-
-def whole(model: Any, **options: Any) -> Callable[..., Tensor]:
-    call: Callable[..., Tensor] = torch.compile(model, **options)
-    return call
-
-
-def in_place(model: Any, **options: Any) -> Callable[..., Tensor]:
-    model.compile(**options)
-    called: Callable[..., Tensor] = model
-    return called
-
-
-def each_layer(model: Any, **options: Any) -> Callable[..., Tensor]:
-    for layer in model.layers:
-        layer.compile(**options)
-    called: Callable[..., Tensor] = model
-    return called
-
-
-def each_layer_replaced(model: Any, **options: Any) -> Callable[..., Tensor]:
-    for n, layer in enumerate(model.layers):
-        model.layers[n] = torch.compile(layer, **options)
-    called: Callable[..., Tensor] = model
-    return called
-
-
-def a_region(model: Any, **options: Any) -> Callable[..., Tensor]:
-    """What the layer calls, not the layer."""
-    for layer in model.layers:
-        layer.forward = torch.compile(layer.forward, **options)
-    called: Callable[..., Tensor] = model
-    return called
-
-
-def a_function(model: Any, **options: Any) -> Callable[..., Tensor]:
-    call: Callable[..., Tensor] = torch.compile(model.__call__, **options)
-    return call
-
-
-WAYS = [whole, in_place, each_layer, each_layer_replaced, a_region, a_function]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before the first call", "after the first call"])
@@ -128,7 +64,7 @@ def test_everything_is_seen_and_nothing_is_compiled_anew(way: Any, late: bool) -
         call = way(model, backend=counter, fullgraph=True)
     learn(call, tokens())
     reading = probe.finish()
-    assert (verified(reading.layers), reading.problems) == (True, ())
+    assert (states(reading), reading.problems) == (VERIFIED, ())
     twin(reading, expected)
     learn(call, tokens())
     frames = counter.frame_count
@@ -147,7 +83,7 @@ def test_hooks_of_others_keep_to_what_they_did() -> None:
     with_hook = model.layers[0].register_forward_hook(lambda *_: fired.append(1))
     learn(call, tokens())
     assert fired == []
-    assert verified(sample(Probe(model), call, tokens()).layers)
+    assert states(sample(Probe(model), call, tokens())) == VERIFIED
     assert fired == [1]
     learn(call, tokens())
     assert fired == [1]
@@ -249,8 +185,8 @@ def test_a_model_of_transformers(late: bool) -> None:
         probe.arm(look=True)
         call(**inputs)[0].sum().backward()
         reading = probe.finish()
-        names = tuple(f"model.layers.{n}.self_attn" for n in range(2))
-        assert (verified(reading.layers, names), reading.problems) == (True, ())
+        names = [f"model.layers.{n}.self_attn" for n in range(2)]
+        assert (states(reading), reading.problems) == (dict.fromkeys(names, "verified"), ())
         call(**inputs)[0].sum().backward()
 
 
@@ -305,7 +241,7 @@ def test_two_watched_models_share_the_stance() -> None:
     other.arm(look=False)
     one.finish()
     assert stance() == "force_eager"
-    assert verified(sample(other, other.model, tokens()).layers)
+    assert states(sample(other, other.model, tokens())) == VERIFIED
     assert stance() == "default"
 
 
@@ -322,7 +258,7 @@ def test_a_stance_set_while_the_step_runs_is_named_and_stays() -> None:
     assert stance() == "default"
     assert [where for where, _ in reading.problems] == ["model"]
     assert "set_stance was called while the step ran; call it before watch()" in reading.problems[0][1]
-    assert verified(sample(probe, whole(model, backend="aot_eager"), tokens()).layers)
+    assert states(sample(probe, whole(model, backend="aot_eager"), tokens())) == VERIFIED
 
 
 def test_a_dropped_model_is_freed() -> None:

@@ -19,6 +19,13 @@ def only(*names: str) -> Engine:
     return Engine([rule for rule in load_rules() if rule.name in names], METRICS)
 
 
+def begun(*names: str) -> Engine:
+    """The same after one healthy sample: the rules of collapse ask what a head has lost since."""
+    engine = only(*names)
+    assert told(engine, [sample(-1)]) == []
+    return engine
+
+
 def first_alert(engine: Engine, rule: str) -> Alert:
     return next(alert for alert in engine.alerts if alert.rule == rule)
 
@@ -48,7 +55,8 @@ def test_collapse_in_a_quarter_of_the_heads() -> None:
     assert (alert.pending_step, alert.fired_step, alert.resolved_step, alert.share) == (40, 80, None, 0.25)
     assert alert.heads == (("layer2", 1), ("layer2", 0), ("layer3", 2), ("layer3", 3))
     expected = {"entropy_ratio": 0.0, "qk_rank_ratio": 0.2, "spread_ratio": 6.0, "first_key_mass": 0.3}
-    assert alert.values == pytest.approx(expected)
+    expected |= {"logit_max": 60.0, "logit_bound": NAN}
+    assert alert.values == pytest.approx(expected, nan_ok=True)
     assert alert.summary.startswith("25% of the heads are sparse and low-rank; the worst, layer2/1, has 0.00 of")
     assert "before step 40" in alert.advice
 
@@ -57,7 +65,7 @@ def test_below_a_quarter_is_quiet_and_recovery_resolves() -> None:
     """3 of 16 heads are not enough; after 4 of 16 it takes five quiet samples to resolve."""
     four = dict.fromkeys([(0, 0), (0, 1), (0, 2), (0, 3)], COLLAPSED)
     three = dict.fromkeys([(0, 0), (0, 1), (0, 2)], COLLAPSED)
-    engine = only("sparse_low_rank")
+    engine = begun("sparse_low_rank")
     assert told(engine, [sample(step, three) for step in range(10)]) == []
     series = [sample(10 + i, four if letter == "x" else three) for i, letter in enumerate("xxx....x.....")]
     assert told(engine, series) == [
@@ -69,7 +77,7 @@ def test_below_a_quarter_is_quiet_and_recovery_resolves() -> None:
 
 def test_sinks_are_exempt() -> None:
     """Heads whose first key explains the sparsity do not count, however many they are."""
-    engine = only("sparse_low_rank", "entropy_collapse", "benign_sparsity")
+    engine = begun("sparse_low_rank", "entropy_collapse", "benign_sparsity")
     sink = COLLAPSED | {"first_key_mass": 0.9}
     assert told(engine, [sample(step, **sink) for step in range(6)]) == []
 
@@ -78,7 +86,7 @@ def test_missing_heads_are_not_counted_as_healthy() -> None:
     """2 bad heads of 16 are too few; when only 6 of the 16 are known, they are a third."""
     bad = {(0, 0): COLLAPSED, (0, 1): COLLAPSED}
     missing: Heads = {(row, column): {} for row in (1, 2, 3) for column in range(4) if (row, column) < (3, 2)}
-    engine = only("sparse_low_rank")
+    engine = begun("sparse_low_rank")
     assert told(engine, [sample(step, bad) for step in range(5)]) == []
     assert told(engine, [sample(5 + i, {**bad, **missing}) for i in range(3)]) == [
         "5 sparse_low_rank model pending",
@@ -89,7 +97,7 @@ def test_missing_heads_are_not_counted_as_healthy() -> None:
 
 def test_nothing_known_neither_advances_nor_resolves() -> None:
     """Samples of NaN between bad ones stand still, and do not count as quiet."""
-    engine = only("sparse_low_rank")
+    engine = begun("sparse_low_rank")
     nothing: Heads = {(row, column): {} for row in range(4) for column in range(4)}
     series = [
         sample(i, **COLLAPSED) if letter == "x" else sample(i, nothing) if letter == "?" else sample(i)
@@ -104,7 +112,7 @@ def test_nothing_known_neither_advances_nor_resolves() -> None:
 
 def test_spectrum_of_every_fifth_sample_is_held() -> None:
     """The last known rank counts between two measurements of the weights, in heads that are seen."""
-    engine = only("sparse_low_rank")
+    engine = begun("sparse_low_rank")
     series = [sample(i, **COLLAPSED | {"qk_rank_ratio": 0.2 if i % 5 == 0 else NAN}) for i in range(5)]
     assert told(engine, series) == ["0 sparse_low_rank model pending", "2 sparse_low_rank model firing"]
 
@@ -112,9 +120,50 @@ def test_spectrum_of_every_fifth_sample_is_held() -> None:
 def test_collapse_without_known_weights() -> None:
     """Where no rank was ever measured, a warning asks for more entropy lost and more spread; nothing is critical."""
     engine = only("sparse_low_rank", "entropy_collapse")
+    assert told(engine, [sample(-1, qk_rank_ratio=NAN)]) == []
     unknown = COLLAPSED | {"qk_rank_ratio": NAN}
     series = [sample(i, **unknown | {"spread_ratio": 4.5 if i < 5 else 5.5}) for i in range(8)]
     assert told(engine, series) == ["5 entropy_collapse model pending", "6 entropy_collapse model firing"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fires"),
+    [
+        ({}, False),  # as sharp as it began
+        ({"logit_max": 299.0}, False),
+        ({"logit_max": 301.0}, True),
+    ],
+)
+def test_heads_that_began_sharp_are_no_news(changes: dict[str, float], fires: bool) -> None:
+    """Built-in sharpness is not a collapse, unless the logits are far beyond what any healthy head needs."""
+    engine = only("sparse_low_rank", "entropy_collapse")
+    told(engine, [sample(i, **COLLAPSED | changes) for i in range(5)])
+    assert {alert.rule for alert in engine.alerts} == ({"sparse_low_rank", "entropy_collapse"} if fires else set())
+
+
+@pytest.mark.parametrize(("logit", "fires"), [(99.0, False), (101.0, True)])
+def test_a_norm_that_holds_the_logits_is_no_collapse(logit: float, fires: bool) -> None:
+    """Under a query-key norm healthy models concentrate and sharpen; only logits beyond 100 count."""
+    engine = begun("sparse_low_rank", "entropy_collapse")
+    told(engine, [sample(i, **COLLAPSED | {"logit_max": logit, "logit_bound": 200.0}) for i in range(5)])
+    assert bool(engine.alerts) is fires
+
+
+def test_uniform_attention_needs_structure_before_it() -> None:
+    """Half of the heads above 0.9 after a median of five below 0.7: told at the third; uniform all along: quiet."""
+    half = {(row, column): HEALTHY | {"entropy_ratio": 0.95} for row in (0, 1) for column in range(4)}
+    engine = only("attention_uniform")
+    series = [sample(i, None if i < 5 else half) for i in range(8)]
+    assert told(engine, series) == ["5 attention_uniform model pending", "7 attention_uniform model firing"]
+    assert told(only("attention_uniform"), [sample(i, entropy_ratio=0.97) for i in range(20)]) == []
+
+
+def test_sinks_lost_is_judged_against_the_past() -> None:
+    """Heads at 0.8 on their first key, then at 0.1: the median of five follows at the third; never sinks: quiet."""
+    engine = only("sinks_lost")
+    series = [sample(i, first_key_mass=0.8 if i < 6 else 0.1) for i in range(12)]
+    assert told(engine, series) == ["8 sinks_lost model pending", "10 sinks_lost model firing"]
+    assert told(only("sinks_lost"), [sample(i, first_key_mass=0.4 if i < 6 else 0.0) for i in range(20)]) == []
 
 
 def test_benign_sparsity_is_information() -> None:

@@ -118,6 +118,22 @@ def test_numbers_from_the_weights_are_kept_until_measured_again(output: Promethe
     assert "attnwatch_logit_max" not in found
 
 
+@pytest.mark.parametrize("state", ["logits_only", "uncovered"])
+def test_numbers_from_weights_that_are_no_longer_proved_are_absent(output: PrometheusOutput, state: str) -> None:
+    """Until they are measured again; those of the other layer are kept."""
+    blank, again = np.full((3, 2, 2), NAN), [[[NAN] * 2] * 2, [[NAN] * 2] * 2, [[3.0] * 2, [NAN] * 2]]
+    for values, now, rank in (
+        (np.full((3, 2, 2), 7.0), "verified", 7.0),
+        (blank, state, None),
+        (blank, "verified", None),
+        (again, "verified", 3.0),
+    ):
+        known = Coverage("h.0", now), Coverage("h.1", "verified")
+        output.write(replace(told(EMPTY, sample(0, values)), coverage=known))
+        found = scrape(output.port)["attnwatch_qk_rank"]
+        assert (found.get(("h.0", "max")), found["h.1", "max"]) == (rank, 7.0)
+
+
 def test_other_layers_start_without_a_past(output: PrometheusOutput) -> None:
     """A row of another layout is never taken for a layer's own."""
     output.write(told(EMPTY, sample(0, np.ones((3, 2, 2)))))
@@ -257,15 +273,6 @@ def test_only_metrics_answers(output: PrometheusOutput, path: str) -> None:
     with pytest.raises(HTTPError, match="404") as error:
         fetch(output.port, path)
     error.value.close()
-
-
-def test_a_port_in_use_is_one_clear_line(output: PrometheusOutput) -> None:
-    with pytest.raises(UsageError) as error:
-        PrometheusOutput(METRICS, output.port)
-    assert str(error.value) == (
-        f"prometheus: expected a free port, found 127.0.0.1:{output.port} (Address already in use); "
-        "pass prometheus=0 to let the system pick"
-    )
 
 
 @pytest.mark.parametrize("port", [-1, 65536, True, "9464", 9464.0, None])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.made_runs import alert, divergence
-from tests.made_samples import METRICS
+from tests.made_samples import METRICS, covered, sample
 from tests.made_series import Step, falling, plain, store
 
 import attnwatch
@@ -97,6 +97,17 @@ def test_any_series_replays_to_its_alerts(tmp_path_factory: pytest.TempPathFacto
     run, alerts = store(tmp_path_factory.mktemp("run") / "run", rules, series, news)
     assert plain(replay(run, rules).alerts) == plain(alerts)
     assert plain(run.alerts) == plain(alerts)
+
+
+def test_a_lost_proof_is_lost_in_the_replay_too(tmp_path: Path) -> None:
+    """Live and replayed the held rank of layer0 is unknown from step 2 on; layer1 fires by its own held one."""
+    rule = Rule("r", "info", "qk_rank_ratio > 0 and logit_max > 50", scope="layer")
+    news = {0: covered(2), 2: [Coverage("layer0", "logits_only"), *covered(2)[1:]]}
+    series: list[Step] = [(0, sample(0, layers=2), {})]
+    series += [(step, sample(step, layers=2, qk_rank_ratio=np.nan, logit_max=60.0), {}) for step in (2, 4)]
+    run, alerts = store(tmp_path / "run", [rule], series, news)
+    assert [(each.place, each.fired_step) for each in alerts] == [("layer1", 2)]
+    assert plain(replay(run, [rule]).alerts) == plain(alerts)
 
 
 def test_two_lines_of_one_step_are_two_questions(tmp_path: Path) -> None:

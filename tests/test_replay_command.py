@@ -122,6 +122,18 @@ def test_wrong_use_is_one_line(
     assert err.startswith(f"attnwatch: {found}")
 
 
+@pytest.mark.parametrize("more", [[], ["--sweep", "entropy_ratio=0.1:0.5:2"]])
+def test_a_rule_about_what_was_not_recorded_names_its_file(
+    runs: list[str], more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[[rule]]\nname = "mine"\nseverity = "warning"\nwhen = "entropy_ratio < 0.2 and entropi > 1"\n')
+    assert cli.main(["replay", *runs, "--rules", str(file), *more]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"attnwatch: {file}: run '{runs[0]}': rule ")
+
+
 def test_a_hostile_name_is_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hostile = Rule("r", "warning", "entropy_ratio < 0.5", scope="layer")
     run = falling(tmp_path / "[red]x", rules=[hostile])

@@ -116,6 +116,24 @@ def test_browser_reads_the_value_under_the_pointer(browser: Browser, tmp_path: P
     assert float(found[1]) == pytest.approx(truth, abs=0.8 / 62 + 0.005)
 
 
+def test_on_a_telephone_what_is_too_wide_scrolls_and_shows_it(
+    browser: Browser, tmp_path: Path, collapsed: Run, healthy: Run
+) -> None:
+    """Nothing is cut: what reaches beyond the page stands in a box that scrolls, with a shadow where more is hidden."""
+    for runs in ([collapsed], [collapsed, healthy]):
+        browser.open(html.write_report(runs, tmp_path / "report.html"), width=390)
+        browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+        assert browser.evaluate("document.documentElement.scrollWidth") == 390
+        wide = (
+            "[...document.querySelectorAll('svg, table, dl, .maps')].filter(n => n.getBoundingClientRect().right > 390)"
+        )
+        assert browser.evaluate(f"{wide}.length") > 5
+        assert browser.evaluate(f"{wide}.filter(n => !n.closest('.scroll')).length") == 0
+        box = "getComputedStyle(document.querySelector('.timeline').closest('.scroll'))"
+        assert browser.evaluate(f"{box}.overflowX") == "auto"
+        assert browser.evaluate(f"{box}.backgroundAttachment") == "local, local, scroll, scroll"
+
+
 def test_page_is_readable_without_javascript(browser: Browser, tmp_path: Path, collapsed: Run) -> None:
     browser.open(html.write_report([collapsed], tmp_path / "report.html"), javascript=False)
     browser.call("Emulation.setScriptExecutionDisabled", value=False)

@@ -34,6 +34,8 @@ def test_default_rules_are_as_designed() -> None:
         "sparse_low_rank": "critical",
         "entropy_collapse": "warning",
         "benign_sparsity": "info",
+        "sinks_lost": "info",
+        "attention_uniform": "warning",
         "logit_growth": "info",
         "logit_growth_1e3": "warning",
         "logit_growth_1e4": "critical",

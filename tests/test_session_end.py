@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import resource
 import signal
 import socket
@@ -22,6 +24,7 @@ from torch import nn
 
 import attnwatch
 from attnwatch import Rule, UsageError, open_run
+from attnwatch.monitor.outputs.log import LogOutput
 
 
 @pytest.fixture
@@ -98,7 +101,65 @@ def test_runs_without_a_name_go_into_runs(model: Decoder, tmp_path: Path, monkey
     for monitor in monitors:
         monitor.close()
     assert len({monitor.run for monitor in monitors}) == 2
-    assert all(open_run(monitor.run).ended and monitor.run.parent == Path("runs") for monitor in monitors)
+    assert all(open_run(monitor.run).ended and monitor.run.parent == tmp_path / "runs" for monitor in monitors)
+
+
+@pytest.mark.parametrize("given", ["run", None])
+def test_a_trainer_may_change_its_directory(
+    given: str | None, model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows, the report too, goes into the directory that was meant."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monitor = attnwatch.watch(model, run=given, every=1)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    forward(model)
+    monitor.step(loss=1.0)
+    monitor.close()
+    assert monitor.problems == []
+    assert (monitor.run / "report.html").is_file()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_run_without_a_counted_step_says_so(
+    hooked: bool, model: Decoder, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """monitor.step was forgotten, or the optimizer is another model's: in the monitor, the log, the run, the page."""
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    with attnwatch.watch(model, run=run, optimizer=other if hooked else None) as monitor:
+        for _ in range(2):
+            forward(model)
+            if hooked:
+                monitor.step(loss=1.0)
+    assert [(p.where, p.text[:24]) for p in monitor.problems] == [("step", "no step was counted: cal")]
+    assert list(open_run(run).problems) == monitor.problems
+    assert any("no step was counted: call monitor.step()" in record.getMessage() for record in caplog.records)
+    assert "no step was counted: call monitor.step()" in (run / "report.html").read_text()
+
+
+def test_a_run_that_goes_on_without_a_counted_step_says_so(model: Decoder, run: Path) -> None:
+    """The steps that its state brings along are none of its own."""
+    with attnwatch.watch(model, run=run / "first", report=False) as before:
+        forward(model)
+        before.step()
+    with attnwatch.watch(model, run=run / "second", report=False) as monitor:
+        monitor.load_state_dict(before.state_dict())
+    assert (before.problems, [p.where for p in monitor.problems]) == ([], ["step"])
+
+
+def test_a_copy_of_a_monitor_that_is_dropped_ends_nothing(model: Decoder, run: Path) -> None:
+    """As when a trainer copies its own state."""
+    with attnwatch.watch(model, run=run, every=1, report=False) as monitor:
+        for copied in (copy.copy, copy.deepcopy):
+            held = {"monitor": monitor}
+            twin = copied(held)
+            assert twin is not held
+            del twin, held
+            gc.collect()
+            forward(model)
+            monitor.step()
+    assert (open_run(run).steps.tolist(), monitor.problems) == ([0, 1], [])
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------
@@ -217,6 +278,9 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rules": ["x"]}, "expected rules to be a TOML file or a list of attnwatch.Rule, found ['x']"),
     ({"rules": "nowhere.toml"}, "nowhere.toml: expected a file of rules, found No such file or directory"),
     ({"rules": [Rule("r", "info", "entropi > 1")]}, "rule 'r', when: "),
+    ({"outputs": print}, "expected outputs to be a list of objects with write(update) and close(), found <built-in "),
+    ({"outputs": [1]}, "expected outputs to be a list of objects with write(update) and close(), found [1]"),
+    ({"outputs": [LogOutput]}, "expected outputs to be a list of objects with write(update) and close(), found [<cla"),
     ({"prometheus": 70000}, "prometheus: expected a port from 0 to 65535, found 70000"),
 ]
 
@@ -246,6 +310,39 @@ def test_a_rule_file_with_a_mistake_is_refused(model: Decoder, run: Path, tmp_pa
     with pytest.raises(UsageError, match=r"rules\.toml: rule 'r', when: "):
         attnwatch.watch(model, run=run, rules=file)
     assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        'when = "entropi > 1"',
+        'when = "1 > 2"',
+        'when = "loss > 1"\nscope = "head"',
+        'when = "loss > 1"\nsummary = "{no}"',
+    ],
+)
+def test_a_rule_that_does_not_fit_the_metrics_names_its_file(
+    mistake: str, model: Decoder, run: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "rules.toml"
+    file.write_text(f'[[rule]]\nname = "r"\nseverity = "info"\n{mistake}\n')
+    for given in (file, str(file)):
+        with pytest.raises(UsageError) as error:
+            attnwatch.watch(model, run=run, rules=given)
+        assert str(error.value).startswith(f"{file}: rule 'r', ")
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("wrong", [5, "", "a\0b", b"run", ["run"]])
+def test_what_is_no_path_is_one_line(
+    wrong: Any, model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for call, what in ((lambda: attnwatch.watch(model, run=wrong), "run"), (lambda: open_run(wrong), "a run")):
+        with pytest.raises(UsageError) as error:
+            call()
+        assert str(error.value) == f"expected {what} to be the path of a directory, found {wrong!r}; pass its name"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_rules_are_rules_too(model: Decoder, run: Path) -> None:
@@ -278,8 +375,12 @@ def test_a_place_where_nothing_can_be_written_is_refused(place: str, model: Deco
 def test_a_port_in_use_is_refused_before_a_directory_is_made(model: Decoder, run: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=f"prometheus: expected a free port, found 127.0.0.1:{port}"):
+        with pytest.raises(UsageError) as error:
             attnwatch.watch(model, run=run, prometheus=port)
+    assert str(error.value) == (
+        f"prometheus: expected a free port, found 127.0.0.1:{port} (Address already in use); pass prometheus=0 to let "
+        "the system pick; an earlier monitor of this process may hold it until its monitor.close()"
+    )
     assert not run.exists()
 
 

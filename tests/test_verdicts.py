@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from tests.made_samples import METRICS, Heads, covered, sample, told
 
 from attnwatch.monitor.rules import LAYER_FACTS, Engine, Rule, load_rules
@@ -121,6 +122,17 @@ def test_layer_facts() -> None:
         ("layer1", "dtype_eps"): 2**-10,
         ("layer1", "dtype_max"): 65504,
     }
+
+
+@pytest.mark.parametrize("state", ["logits_only", "uncovered"])
+def test_spectra_of_weights_that_are_no_longer_proved_are_unknown(state: str) -> None:
+    """A held rank goes with the proof of its layer and comes back when it is measured again; others are kept."""
+    engine = Engine([Rule("r", "info", "qk_rank_ratio > 0 and logit_max > 5", scope="layer")], METRICS)
+    lost = [Coverage("layer0", state), *covered()[1:]]
+    assert told(engine, [sample(0, layers=2, logit_max=1.0)]) == []
+    assert told(engine, [sample(1, layers=2, qk_rank_ratio=np.nan)], lost) == ["1 r layer1 firing"]
+    assert told(engine, [sample(2, layers=2, qk_rank_ratio=np.nan)]) == []
+    assert told(engine, [sample(3, layers=2)]) == ["3 r layer0 firing"]
 
 
 def test_sample_facts() -> None:

@@ -150,7 +150,8 @@ NORMED = (
     replace(WITH_MLP, name="qwen3_sane", call="qwen3", label=HEALTHY, reference="", rate=SANE),
 )
 
-SINKS = replace(SANE_TEXT, rate=constant(1e-3), reference="sane_low")
+# Judged by their own lowest loss as well: a model that begins with sinks, or saturated, starts behind.
+SINKS = replace(SANE_TEXT, rate=constant(1e-3), reference="")
 
 BENIGN = (
     replace(SANE_TEXT, name="copy_previous_1", data="copy_previous", layers=1, reference=""),
@@ -167,18 +168,18 @@ BENIGN = (
     ),
     replace(SANE_MLP, name="periodic_norm", data="periodic", layers=2, norm="rms", reference="", rate=constant(0.03)),
     replace(SANE_TEXT, name="periodic", data="periodic", layers=2, reference="", rate=constant(0.01), steps=800),
-    replace(SANE_TEXT, name="tied", start="tied"),
-    replace(SANE_MLP, name="tied_mlp", start="tied"),
+    replace(SANE_TEXT, name="tied", start="tied", reference=""),
+    replace(SANE_MLP, name="tied_mlp", start="tied", reference=""),
     replace(SINKS, name="sinks_first", data="started", start="sinks_first"),
     replace(SINKS, name="sinks_apart", start="sinks_apart"),
     replace(SINKS, name="sinks_spread", start="sinks_spread"),
     replace(SINKS, name="sinks_spread_seed_1", start="sinks_spread", seed=1),
     replace(SINKS, name="sinks_spread_64", start="sinks_spread", length=64),
     replace(SINKS, name="sinks_separators", start="sinks_separators"),
-    replace(SINKS, name="sinks_first_mlp", data="started", start="sinks_first", mlp=2, reference=""),
-    replace(SINKS, name="sinks_apart_mlp", start="sinks_apart", mlp=2, reference=""),
-    replace(SINKS, name="sinks_spread_mlp", start="sinks_spread", mlp=2, reference=""),
-    replace(SINKS, name="sinks_separators_mlp", start="sinks_separators", mlp=2, reference=""),
+    replace(SINKS, name="sinks_first_mlp", data="started", start="sinks_first", mlp=2),
+    replace(SINKS, name="sinks_apart_mlp", start="sinks_apart", mlp=2),
+    replace(SINKS, name="sinks_spread_mlp", start="sinks_spread", mlp=2),
+    replace(SINKS, name="sinks_separators_mlp", start="sinks_separators", mlp=2),
     replace(SANE_TEXT, name="uniform_frozen", start="blind", qk_rate=0.0, reference=""),
     replace(SANE_TEXT, name="uniform_no_residual", residual=False, layers=4, reference=""),
     replace(SANE_TEXT, name="short_4", length=4, reference=""),

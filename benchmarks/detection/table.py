@@ -198,11 +198,13 @@ def _order(all_cases: Sequence[Case], chosen: Sequence[Line]) -> str:
     middle = {name: float(np.median(x.leads)) if x.leads else -np.inf for name, x in scores.items()}
     order = sorted(rows, key=lambda name: -middle[name])
     calm = next((name for name in order if scores[name].wolf == 0), None)
+    top = scores[order[0]]
     answer = (
         f"Over {len(divergent)} divergent runs of both halves {order[0]} comes first: {middle[order[0]]:.0f} steps "
-        f"before the onset (median), at the price of {scores[order[0]].wolf} false alarms in {scores[order[0]].healthy} sound "
-        "runs. " + (f"The first one without a false alarm is {calm}: {middle[calm]:.0f} steps." if calm else "")
+        f"before the onset (median), at the price of {top.wolf} false alarms in {top.healthy} sound runs. "
     )
+    if calm is not None:
+        answer += f"The first one without a false alarm is {calm}: {middle[calm]:.0f} steps."
     table = _table(
         ("", "median lead", "first in", "found", "false alarms"),
         (

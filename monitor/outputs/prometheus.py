@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from errno import EADDRINUSE
 from math import isfinite
 from socket import SHUT_RDWR
 from socketserver import BaseRequestHandler, ThreadingTCPServer
@@ -25,7 +26,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 import attnwatch
 from attnwatch.monitor.alerts import SEVERITIES
-from attnwatch.monitor.sample import SCALARS, Metric, Sample, Update, UsageError
+from attnwatch.monitor.sample import SCALARS, Metric, Sample, Update, UsageError, unproved
 
 LOG = logging.getLogger("attnwatch")
 
@@ -133,10 +134,10 @@ class _Collector:
         sample = update.sample
         if self._newest is not None and sample is not None:
             before, held = self._newest
-            if sample is before.sample:
+            if sample is before.sample and update.coverage is before.coverage:
                 sample = held
             elif held is not None:
-                sample = _carry(sample, held, self._held)
+                sample = _carry(sample, held, self._held, unproved(update.coverage))
         self._newest = update, sample
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
@@ -209,13 +210,17 @@ def _head_rows(sample: Sample, metric: str) -> Iterator[Row]:
         yield (layer, "max"), highest[i]
 
 
-def _carry(sample: Sample, before: Sample, held: frozenset[str]) -> Sample:
-    """`sample` with the `held` metrics that it did not measure taken from `before`, if their heads are the same."""
+def _carry(sample: Sample, before: Sample, held: frozenset[str], unproved: frozenset[str]) -> Sample:
+    """`sample` with the `held` metrics that it did not measure taken from `before`, if their heads are the same.
+
+    Not those of `unproved` layers.
+    """
     same = sample.metrics == before.metrics and sample.layers == before.layers
     if not same or sample.values.shape != before.values.shape:
         return sample
     is_held = np.array([name in held for name in sample.metrics])[:, None, None]
-    values: NDArray[np.float32] = np.where(is_held & np.isnan(sample.values), before.values, sample.values)
+    holds = is_held & np.array([layer not in unproved for layer in sample.layers])[:, None]
+    values: NDArray[np.float32] = np.where(holds & np.isnan(sample.values), before.values, sample.values)
     return Sample(sample.step, sample.time, sample.metrics, sample.layers, values, sample.seconds)
 
 
@@ -253,4 +258,6 @@ def _listen(host: str, port: int, handler: type[BaseRequestHandler]) -> _Server:
         return _Server((host, port), handler)
     except OSError as error:
         reason = error.strerror or error
+        if error.errno == EADDRINUSE:
+            advice += "; an earlier monitor of this process may hold it until its monitor.close()"
         raise UsageError(f"prometheus: expected a free port, found {host}:{port} ({reason}); {advice}") from None

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from attnwatch.hooks.spectrum import qk_statistics as qk_statistics
     from attnwatch.hooks.statistics import attention_statistics as attention_statistics
     from attnwatch.monitor.alerts import Alert as Alert
+    from attnwatch.monitor.alerts import TrainingStopped as TrainingStopped
     from attnwatch.monitor.rules import Rule as Rule
     from attnwatch.monitor.sample import Coverage as Coverage
     from attnwatch.monitor.sample import Sample as Sample
     from attnwatch.monitor.sample import UsageError as UsageError
     from attnwatch.monitor.session import Monitor as Monitor
-    from attnwatch.monitor.session import TrainingStopped as TrainingStopped
     from attnwatch.monitor.session import watch as watch
     from attnwatch.monitor.store import Run as Run
     from attnwatch.monitor.store import open_run as open_run
@@ -34,7 +34,7 @@ _HOME = {
     "Rule": "monitor.rules",
     "Run": "monitor.store",
     "Sample": "monitor.sample",
-    "TrainingStopped": "monitor.session",
+    "TrainingStopped": "monitor.alerts",
     "UsageError": "monitor.sample",
     "attention_statistics": "hooks.statistics",
     "observe": "hooks.probe",
