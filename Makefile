@@ -20,7 +20,7 @@ venv: .venv/ready  ## .venv with attnwatch (editable) and the development tools
 	touch $@
 
 test: venv check  ## checks, then every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: venv  ## ruff and mypy
 	$(BIN)/ruff check

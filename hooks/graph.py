@@ -12,6 +12,7 @@ import functools
 import re
 import weakref
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -64,19 +65,14 @@ class GraphRoute:
     """Hands to a probe what the operator sees in the probe's model. Raises ValueError where this torch cannot do it."""
 
     def __init__(self, probe: Any) -> None:
-        _require()
         self._probe = probe
-        self._stands = False
+        self._insertion = _load()
         self._modules: dict[str, nn.Module] = {}
         self._parameters: dict[int, str] = {}  # by address
 
     def start(self) -> None:
         """From now on calls are seen. The first time, whatever was compiled before is dropped: it has no operator."""
-        from attnwatch.hooks import insertion
-
-        if not self._stands:
-            insertion.stand(self)
-            self._stands = True
+        self._insertion.stand(self)
         self._look_around()
         _STARTED.add(self)
 
@@ -86,10 +82,7 @@ class GraphRoute:
     def close(self) -> None:
         """Graphs compiled from now on carry nothing of ours; those that do return at once from it."""
         self.stop()
-        if self._stands:
-            from attnwatch.hooks import insertion
-
-            insertion.leave(self)
+        self._insertion.leave(self)
 
     def failed(self, error: Exception) -> None:
         """The compiler's graph was not understood, or a call in it."""
@@ -132,7 +125,7 @@ class GraphRoute:
     def _look_around(self) -> None:
         owners = sites.owners(self._probe.model)
         self._modules = {name: module for name, module in sites.hookable(self._probe.model) if name in owners}
-        named = self._probe.model.named_parameters(remove_duplicate=False)
+        named = self._probe.model.named_parameters()
         self._parameters = {parameter.data_ptr(): sites.clean_name(name) for name, parameter in named}
         self._parameters.pop(0, None)  # of parameters without storage
 
@@ -161,9 +154,10 @@ def _library() -> torch.library.Library:
     return library
 
 
-def _require() -> None:
+def _load() -> ModuleType:
+    """insertion.py, whose import loads the compiler. Raises ValueError where this torch has no place for it."""
     try:
-        from attnwatch.hooks import insertion  # noqa: F401
+        from attnwatch.hooks import insertion
 
         _library()
     except (ImportError, AttributeError):
@@ -171,6 +165,7 @@ def _require() -> None:
             "expected torch with a list of passes in torch._inductor.config.post_grad_custom_post_pass and the tag "
             f'cudagraph_unsafe, found {torch.__version__}; update torch or use compiled="eager"'
         ) from None
+    return insertion
 
 
 def kind_of(kind: Any) -> str:

@@ -33,7 +33,9 @@ _ROUTES: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def stand(route: Any) -> None:
-    """Graphs compiled from now on carry the operator. What was compiled before has none, and is dropped."""
+    """Graphs compiled from now on carry the operator. What was compiled before has none, and is dropped. Idempotent."""
+    if route in _ROUTES:
+        return
     passes = get_custom_graph_passes(config.post_grad_custom_post_pass)
     stands = any(isinstance(each, Insert) for each in passes)
     if not (stands and _ROUTES):
@@ -164,25 +166,26 @@ def _behind(query: fx.Node, key: fx.Node) -> tuple[list[_Product], list[fx.Node]
 
 
 def _product(node: fx.Node) -> _Product:
-    *bias, rows, matrix = node.args
-    weight, turned = _parameter(matrix)
-    return _Product(rows, weight, bias[0] if bias else _later_bias(node), turned)  # type: ignore[arg-type]
+    *added, rows, matrix = node.args
+    weight, turns = _parameter(matrix) or (matrix, 0)
+    bias = _parameter(added[0] if added else _added_later(node))
+    return _Product(rows, weight, bias[0] if bias else None, turns % 2 == 0)  # type: ignore[arg-type]
 
 
-def _parameter(matrix: Any) -> tuple[fx.Node, bool]:
-    """The weight before it was turned for the product and cast by autocast, and whether it is `[in, out]`; if it is not
-    a part of one of the graph's inputs, the matrix as the product takes it."""
-    weight, turned = matrix, True
-    while _name(weight.target) in _TURNS | _CASTS:
-        turned ^= _name(weight.target) in _TURNS
-        weight = weight.args[0]
-    root = weight
-    while _name(root.target) in _VIEWS or root.target is operator.getitem:
+def _parameter(used: Any) -> tuple[fx.Node, int] | None:
+    """What a weight was before autocast cast it, and how often it was turned since; None for what is not a part of one
+    of the graph's inputs: it may be no whole tensor."""
+    node, turns = used, 0
+    while node is not None and _name(node.target) in _TURNS | _CASTS:
+        turns += _name(node.target) in _TURNS
+        node = node.args[0]
+    root = node
+    while root is not None and (_name(root.target) in _VIEWS or root.target is operator.getitem):
         root = root.args[0]
-    return (weight, turned) if root.op == "placeholder" else (matrix, True)
+    return None if root is None or root.op != "placeholder" else (node, turns)
 
 
-def _later_bias(product: fx.Node) -> fx.Node | None:
+def _added_later(product: fx.Node) -> fx.Node | None:
     """A vector added to the product, perhaps behind views: the compiler parts `addmm` into product and addition."""
     node: fx.Node | None = product
     while node is not None:

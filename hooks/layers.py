@@ -132,9 +132,9 @@ def settle(layer: Layer, draft: Draft, numbers: Iterator[NDArray[np.float64]]) -
         proved = _judge(layer, draft, error, errors)
         if documents > 1 and layer.state != "uncovered":
             layer.note += f"; packed sequences told apart by {draft.packed_by}"
+        layer.bound = bound if proved else None
         if proved and spectra is not None:
             row[len(ATTENTION) : -len(BOUND)] = spectra
-            layer.bound = bound
     elif not layer.note:
         layer.state, layer.note, layer.due = "logits_only", "weights not looked at yet", True
     if np.isnan(row[_LOGIT_MAX]).all() and not row[_NONFINITE].any():

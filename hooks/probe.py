@@ -7,7 +7,6 @@ checkpoints are not counted. Micro-batches merge. Nothing here raises into the m
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from attnwatch.hooks.compiled import EagerStep
 from attnwatch.hooks.graph import BLIND, GraphRoute
 from attnwatch.hooks.handlers import HANDLERS
 from attnwatch.hooks.huggingface import Interface
+from attnwatch.hooks.inert import Enter, Leave
 from attnwatch.hooks.layers import METRICS, Draft, Layer, draft, settle
 from attnwatch.hooks.layouts import Shape
 from attnwatch.hooks.precision import computed_in, full_precision
@@ -115,8 +115,8 @@ class Probe:
             self._names[id(module)] = name
             self._adapted[name] = adapter_for(self.adapters, name, module)
             self._handles += [
-                module.register_forward_pre_hook(_Enter(self, name)),
-                module.register_forward_hook(_Leave(self, name), always_call=True),
+                module.register_forward_pre_hook(Enter(self, name)),
+                module.register_forward_hook(Leave(self, name), always_call=True),
             ]
         self._interface.install()
         self._eager.start()
@@ -380,26 +380,3 @@ def _to_host(parts: list[Tensor]) -> list[NDArray[np.float64]]:
         for i, piece in zip(mine, np.split(flat, np.cumsum([parts[i].numel() for i in mine])[:-1]), strict=True):
             found[i] = piece
     return [piece for piece in found if piece is not None]
-
-
-class _Enter:
-    """A hook that copies of the model do not take along: an EMA copy or a saved model gets one that does nothing."""
-
-    def __init__(self, probe: Probe, name: str):
-        self._probe, self._name = probe, name
-
-    def __call__(self, module: nn.Module, arguments: Any) -> None:
-        if not torch.compiler.is_compiling():  # in spite of the eager stance, if the user has set another one
-            self._probe.enter(self._name, module)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return contextlib.nullcontext().__exit__  # takes anything, returns None
-
-    def __reduce__(self) -> Any:
-        return getattr, (contextlib.nullcontext(), "__exit__")  # a saved model loads where attnwatch is not installed
-
-
-class _Leave(_Enter):
-    def __call__(self, module: nn.Module, arguments: Any, output: Any = None) -> None:
-        if not torch.compiler.is_compiling():
-            self._probe.leave(module, arguments, output)

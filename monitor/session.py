@@ -66,10 +66,10 @@ def watch(
     adapters: objects that tell of your own attention layers by `match`, `weights` or `record` (hooks/adapters.py).
     compiled: how to see into torch.compile. "eager": sampled steps run eagerly (rounding too), the compiled graphs
         are kept and used between them. "graph": an operator stands in the graphs that inductor compiles from now on
-        (what was compiled before is compiled anew); every step runs compiled, with the same bits as unwatched. It sees
-        fused attention in training; not attention by hand, flex_attention, dropout in attention on a CPU, `observe`,
-        other backends, parts that run eagerly: these are named as problems. The compiler's stance and passes are the
-        process's: other models compiled meanwhile are affected likewise, and are as before after `close()`.
+        (what was compiled before, anywhere in the process, is compiled anew); every step runs compiled, with the same
+        bits as unwatched. It sees fused attention in training. Attention that is not fused (by hand, flex_attention,
+        on a CPU with dropout or a learned bias), `observe`, other backends and what runs eagerly stay unseen, and are
+        named as problems.
     context: a longer context, in keys, that the model is meant for later: `forecast_sharpness` is measured for it.
     stop_on: "info", "warning" or "critical": `monitor.step` raises `TrainingStopped` when such an alert fires.
 

@@ -18,6 +18,7 @@ METRICS = tuple(
         "spread_ratio": "mean",
         "entropy_ratio": "mean",
         "first_key_mass": "mean",
+        "map_rank": "mean",
         "nonfinite": "sum",
         "qk_rank_ratio": "last",
         "logit_bound": "last",
@@ -29,10 +30,12 @@ HEALTHY = {
     "spread_ratio": 1.5,
     "entropy_ratio": 0.4,
     "first_key_mass": 0.3,
+    "map_rank": 12.0,
     "nonfinite": 0.0,
     "qk_rank_ratio": 0.75,
 }
-COLLAPSED = HEALTHY | {"logit_max": 60.0, "spread_ratio": 6.0, "entropy_ratio": 0.1, "qk_rank_ratio": 0.2}
+COLLAPSED = HEALTHY | {"logit_max": 60.0, "spread_ratio": 6.0, "entropy_ratio": 0.1, "map_rank": 2.0}
+COLLAPSED |= {"qk_rank_ratio": 0.2}
 Heads = Mapping[tuple[int, int], Mapping[str, float]]
 
 

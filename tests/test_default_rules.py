@@ -55,7 +55,7 @@ def test_collapse_in_a_quarter_of_the_heads() -> None:
     assert (alert.pending_step, alert.fired_step, alert.resolved_step, alert.share) == (40, 80, None, 0.25)
     assert alert.heads == (("layer2", 1), ("layer2", 0), ("layer3", 2), ("layer3", 3))
     expected = {"entropy_ratio": 0.0, "qk_rank_ratio": 0.2, "spread_ratio": 6.0, "first_key_mass": 0.3}
-    expected |= {"logit_max": 60.0, "logit_bound": NAN}
+    expected |= {"logit_max": 60.0, "logit_bound": NAN, "map_rank": 2.0}
     assert alert.values == pytest.approx(expected, nan_ok=True)
     assert alert.summary.startswith("25% of the heads are sparse and low-rank; the worst, layer2/1, has 0.00 of")
     assert "before step 40" in alert.advice
@@ -80,6 +80,12 @@ def test_sinks_are_exempt() -> None:
     engine = begun("sparse_low_rank", "entropy_collapse", "benign_sparsity")
     sink = COLLAPSED | {"first_key_mass": 0.9}
     assert told(engine, [sample(step, **sink) for step in range(6)]) == []
+
+
+def test_heads_that_copy_are_exempt() -> None:
+    """A sharp head whose rows look at many different keys is no collapse, whatever its weights."""
+    engine = begun("sparse_low_rank", "entropy_collapse")
+    assert told(engine, [sample(step, **COLLAPSED | {"map_rank": 9.0}) for step in range(6)]) == []
 
 
 def test_missing_heads_are_not_counted_as_healthy() -> None:

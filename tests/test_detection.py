@@ -43,10 +43,11 @@ def judged(runs: list[Known]) -> dict[str, Case]:
 
 def test_every_fast_run_becomes_what_it_was_meant_to_be(judged: dict[str, Case]) -> None:
     """By its loss: the divergent one diverges, the collapsing one learns worse, the healthy ones learn."""
-    assert {name: case.truth.label for name, case in judged.items()} == {
-        name: next(r.label for r in RECIPES if r.name == name) for name in FAST
+    assert {name: case.truth.label for name, case in judged.items()} == dict.fromkeys(FAST, HEALTHY) | {
+        "batch_4": DIVERGES,
+        "mlp_seed_0": COLLAPSES,
     }
-    assert {judged[name].truth.label for name in FAST} == {DIVERGES, COLLAPSES, HEALTHY}
+    assert all(case.as_meant for case in judged.values())
 
 
 def test_collapse_is_found_long_before_the_loss_diverges(judged: dict[str, Case]) -> None:
@@ -71,7 +72,7 @@ def test_replay_equals_live(runs: list[Known]) -> None:
     """The stored samples and scalars lead to the very alerts that were told while the model trained."""
     for _, run, _ in runs:
         fired = [alert for alert in replay(run, load_rules()) if alert.fired_step is not None]
-        assert sorted(fired, key=str) == sorted(run.alerts, key=str)
+        assert sorted(map(str, fired)) == sorted(map(str, run.alerts))  # as text: NaN is not equal to itself
 
 
 @pytest.mark.parametrize("predictor", PREDICTORS, ids=lambda p: p.metric)
@@ -80,9 +81,9 @@ def test_a_line_is_crossed_where_its_rule_fires(runs: list[Known], predictor: ob
     assert isinstance(predictor, type(PREDICTORS[0]))
     for _, run, _ in runs:
         reach = predictor.reach(run)
-        line = float(np.nanmedian(reach))
+        line = float(np.nanmedian(reach)) * (1.001 if predictor.below else 0.999)  # no tie
         at = crossing(predictor, reach, line)
-        fired = [alert.fired_step for alert in replay(run, [predictor.rule("line", line)])]
+        fired = [alert.fired_step for alert in replay(run, [predictor.rule(line)])]
         crossed = None if at is None else int(run.steps[at])
         if predictor.metric == "grad_norm":  # asked at every step, and so up to a sample earlier
             assert (crossed is None) == (fired == [])
@@ -121,7 +122,7 @@ def alert(rule: str, fired: int, resolved: int | None = None) -> Alert:
 
 def case(name: str, label: str, start: int | None, alerts: Sequence[Alert], nonfinite: int | None = None) -> Case:
     recipe = Recipe(name, label, ((0, 0.1),), 10)
-    return Case(recipe, Truth(label, start, 2.0, 0.0, 0.0, (0, 0), (0, 0), nonfinite), tuple(alerts))
+    return Case(recipe, Truth(label, start, 2.0, 0.0, (0, 0), (0, 0), (0, 0), nonfinite), tuple(alerts))
 
 
 def test_score_worked_out() -> None:
@@ -160,4 +161,4 @@ def test_halves_depend_on_names_alone() -> None:
 
 
 def test_lines_are_rules_that_load() -> None:
-    assert [type(predictor.rule("line", 0.5)) for predictor in PREDICTORS] == [Rule] * len(PREDICTORS)
+    assert [type(predictor.rule(0.5)) for predictor in PREDICTORS] == [Rule] * len(PREDICTORS)

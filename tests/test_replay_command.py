@@ -102,6 +102,7 @@ def test_a_sweep_in_words_and_as_json(runs: list[str], capsys: pytest.CaptureFix
     made = json.loads(said(capsys, *runs, "--sweep", "entropy_ratio=0.3:0.5:2", "--json"))["sweep"]
     assert [(each["rule"], each["value"]) for each in made] == [
         ("sparse_low_rank", 0.3), ("sparse_low_rank", 0.5), ("entropy_collapse", 0.3), ("entropy_collapse", 0.5),
+        ("attention_uniform", 0.3), ("attention_uniform", 0.5),
     ]  # fmt: skip
 
 

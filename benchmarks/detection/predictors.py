@@ -18,19 +18,17 @@ SHARE, HOLD = 0.25, 3
 
 
 class Predictor(NamedTuple):
-    """below: bad heads lie below the line. published: the line of the literature, None where there is none."""
+    """below: bad heads lie below the line."""
 
     metric: str
     below: bool
-    published: float | None
-    source: str = ""
 
-    def rule(self, name: str, line: float) -> Rule:
+    def rule(self, line: float) -> Rule:
         if self.metric == "grad_norm":
             when = f"mean(grad_norm, 5) > {line!r} * lowest(mean(grad_norm, 5))"
         else:
             when = f"{self.metric} {'<' if self.below else '>'} {line!r}"
-        return Rule(name, "info", when, share=SHARE, hold=HOLD)
+        return Rule(f"tuned.{self.metric}", "info", when, share=SHARE, hold=HOLD)
 
     def reach(self, run: Run) -> NDArray[np.float64]:
         """`[S]`: the line that would have fired by each sample, less favourable ones not; NaN before any could."""
@@ -56,14 +54,14 @@ class Predictor(NamedTuple):
 
 
 PREDICTORS = (
-    Predictor("entropy_ratio", True, None),
-    Predictor("spread_ratio", False, 1.0, "one key takes 99 % when the others tie (derived after Velickovic et al.)"),
-    Predictor("logit_max", False, 100.0, "tau of QK-Clip (Kimi K2)"),
-    Predictor("qk_rank_ratio", True, None),
-    Predictor("qk_energy_top10", False, 0.9, "fewer than ten directions (Qi et al. 2025), per head"),
-    Predictor("layer_directions_90", True, 10.0, "fewer than ten directions (Qi et al. 2025), whole layer"),
-    Predictor("map_rank", True, None),
-    Predictor("grad_norm", False, None),
+    Predictor("entropy_ratio", below=True),
+    Predictor("spread_ratio", below=False),
+    Predictor("logit_max", below=False),
+    Predictor("qk_rank_ratio", below=True),
+    Predictor("qk_energy_top10", below=False),
+    Predictor("layer_directions_90", below=True),
+    Predictor("map_rank", below=True),
+    Predictor("grad_norm", below=False),
 )
 
 

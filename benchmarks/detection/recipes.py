@@ -112,6 +112,7 @@ PLAIN = (
     replace(SANE_TEXT, name="sane_head_64", heads=1),
     replace(SANE_TEXT, name="sane_head_32", heads=2),
     replace(SANE_TEXT, name="sane_wide", width=128, layers=4),
+    replace(SANE_TEXT, name="sane_wide_long", width=128, layers=4, steps=1000, reference=""),
     replace(SANE_TEXT, name="sane_mha", call="mha"),
     replace(SANE_TEXT, name="sane_adamw", optimizer="adamw", decay=0.1),
     replace(SANE_TEXT, name="sane_sgd", optimizer="sgd", rate=constant(0.1, 100), reference=""),
@@ -153,9 +154,15 @@ NORMED = (
 # Judged by their own lowest loss as well: a model that begins with sinks, or saturated, starts behind.
 SINKS = replace(SANE_TEXT, rate=constant(1e-3), reference="")
 
+COPY = replace(SANE_TEXT, data="copy_previous", layers=2, rate=constant(0.01), reference="")
+
 BENIGN = (
-    replace(SANE_TEXT, name="copy_previous_1", data="copy_previous", layers=1, reference=""),
-    replace(SANE_TEXT, name="copy_previous_2", data="copy_previous", layers=2, reference="", rate=constant(0.01)),
+    replace(COPY, name="copy_previous_1", layers=1, rate=SANE),
+    replace(COPY, name="copy_previous_2"),
+    *(replace(COPY, name=f"copy_previous_2_seed_{seed}", seed=seed) for seed in (1, 2, 3)),
+    replace(COPY, name="copy_previous_4", layers=4),
+    replace(COPY, name="copy_previous_64", length=64),
+    replace(COPY, name="copy_previous_mlp", mlp=2),
     replace(SANE_TEXT, name="copy_self", data="copy_self", layers=1, residual=False, reference=""),
     replace(
         SANE_TEXT,

@@ -1,47 +1,38 @@
-"""Rules over a stored run, as they would have been asked live."""
+"""Rules over a stored run, all of it or with fewer samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from attnwatch.monitor.alerts import Alert
+from attnwatch.monitor.replay import drive
 from attnwatch.monitor.rules import Engine, Rule
 from attnwatch.monitor.run import Run
-from attnwatch.monitor.sample import UsageError
+from attnwatch.monitor.sample import Sample
+
+
+class Thinned:
+    """A run of which only every `thin`-th sample was taken, the first one first."""
+
+    def __init__(self, run: Run, thin: int) -> None:
+        self._run, self._thin = run, thin
+
+    def iter_samples(self) -> Iterator[Sample]:
+        return (sample for number, sample in enumerate(self._run.iter_samples()) if number % self._thin == 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
 
 
 def replay(run: Run, rules: Sequence[Rule], thin: int = 1) -> tuple[Alert, ...]:
-    """Every alert, oldest first. thin: only every so many samples are taken, the first one first."""
-    engine = Engine(_known(rules, run), run.metrics)
-    scalars: dict[int, dict[str, float]] = {}
-    for name in run.scalar_names:
-        for step, value in zip(*run.scalar(name), strict=True):
-            scalars.setdefault(int(step), {})[name] = float(value)
-    samples = {sample.step: sample for number, sample in enumerate(run.iter_samples()) if number % thin == 0}
-    last: dict[str, float] = {}
-    for step in sorted(scalars.keys() | samples.keys()):
-        if step in samples:
-            engine.on_sample(samples[step], run.coverage, last)
-        if step in scalars:
-            last |= scalars[step]
-            engine.on_scalars(step, scalars[step])
+    """Every alert, oldest first. thin: only every so many samples are taken."""
+    engine = Engine(rules, run.metrics)
+    drive(Thinned(run, thin), [engine])  # type: ignore[arg-type]
     return engine.alerts
-
-
-def _known(rules: Sequence[Rule], run: Run) -> list[Rule]:
-    """Those that a run can answer: an older one may lack a metric that a newer rule names."""
-    known = []
-    for rule in rules:
-        try:
-            Engine([rule], run.metrics)
-        except UsageError:
-            continue
-        known.append(rule)
-    return known
 
 
 def divergence(rules: Sequence[Rule], rise: float) -> list[Rule]:
     """The same rules with another rise of the loss taken for divergence: 0.3 nat is meant for text."""
-    old = "+ 0.3"
-    return [replace(r, when=r.when.replace(old, f"+ {rise}")) if r.name == "loss_divergence" else r for r in rules]
+    return [replace(r, when=r.when.replace("+ 0.3", f"+ {rise}")) if r.name == "loss_divergence" else r for r in rules]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from benchmarks.detection.score import Case
 from benchmarks.detection.truth import Truth, find, rise
 from numpy.typing import NDArray
 
+from attnwatch.monitor.predictors import predictors
 from attnwatch.monitor.rules import Rule
 from attnwatch.monitor.run import Run
 
@@ -42,36 +44,16 @@ def cases(runs: Iterable[Known], rules: Sequence[Rule], thin: int = 1) -> list[C
     return [Case(x.recipe, x.truth, replay(x.run, divergence(rules, rise(x.recipe)), thin)) for x in runs]
 
 
-class Line(NamedTuple):
-    """A predictor with the line it is judged by."""
-
-    predictor: Predictor
-    value: float
-    origin: str
-
-    @property
-    def name(self) -> str:
-        """Of its rule and in the tables."""
-        return f"{self.predictor.metric} {'<' if self.predictor.below else '>'} {self.value:g} ({self.origin})"
-
-    def rule(self, number: int) -> Rule:
-        return self.predictor.rule(f"line_{number}", self.value)
-
-
-def lines(runs: Sequence[Known]) -> list[Line]:
-    """The published line of each predictor that has one, and the best line of every one on the tuning half."""
+def lines(runs: Sequence[Known]) -> list[Rule]:
+    """A rule for each single number: with the line that attnwatch ships, and with the best one on the tuning half."""
+    shipped = [replace(rule, name=f"shipped.{rule.name}") for rule in predictors()]
     tuning = [x for x in runs if x.recipe.half == "tuning"]
-    found = []
-    for predictor in PREDICTORS:
-        if predictor.published is not None:
-            found.append(Line(predictor, predictor.published, "published"))
-        found.append(Line(predictor, best_line(predictor, tuning), "tuned"))
-    return found
+    return [*shipped, *(predictor.rule(best_line(predictor, tuning)) for predictor in PREDICTORS)]
 
 
 def best_line(predictor: Predictor, runs: Sequence[Known]) -> float:
     """The line with the highest rate of detection less rate of false alarm, then with the longest median lead."""
-    positive = [x for x in runs if x.truth.label in COLLAPSE]
+    positive = [x for x in runs if x.truth.label in COLLAPSE and not x.recipe.abrupt]
     sound = [x for x in runs if x.truth.label in SOUND]
     reaches = {x.recipe.name: _until_failure(x, predictor.reach(x.run)) for x in positive + sound}
 

@@ -20,7 +20,7 @@ from benchmarks.detection.score import (
     score,
     share_interval,
 )
-from benchmarks.detection.study import HALVES, Known, Line, cases, lines
+from benchmarks.detection.study import HALVES, Known, cases, lines
 from benchmarks.detection.truth import IMPAIRED
 
 import attnwatch
@@ -41,8 +41,7 @@ THINS = (1, 2, 4)
 def page(runs: Sequence[Known], sampled: Sequence[tuple[Recipe, list[Run]]], rules: Sequence[Rule]) -> str:
     """Everything, from the stored runs. sampled: as `sampling.groups` gives them."""
     chosen = lines(runs)
-    asked = [*rules, *(line.rule(number) for number, line in enumerate(chosen))]
-    all_cases = cases(runs, asked)
+    all_cases = cases(runs, [*rules, *chosen])
     parts = [
         "# Detection: what the rules find, how early, and how often they cry wolf",
         "Written by `python -m benchmarks.detection table` from the runs of `python -m benchmarks.detection run`, "
@@ -95,9 +94,9 @@ onset, on divergent runs. *false alarms*: runs with sound attention and such an 
 intervals (percentile, 1,000 resamples of the runs)."""
 
 LINES_TEXT = """\
-One metric and one line each: a quarter of the heads beyond it, three samples in a row. *published*: the line of the
-literature; *tuned*: the one that separates best on the tuning half (rate of detection less rate of false alarm, then
-the longest median lead)."""
+One metric and one line each: a quarter of the heads beyond it, three samples in a row. *shipped*: the line that
+attnwatch compares by default (monitor/predictors.toml says where it comes from); *tuned*: the one that separates best
+on the tuning half (rate of detection less rate of false alarm, then the longest median lead)."""
 
 
 JUMPS_TEXT = """\
@@ -121,8 +120,8 @@ def _wanted(rules: Sequence[Rule]) -> dict[str, Wanted]:
     return rows | {f"`{rule.name}` ({rule.severity})": by_rule(rule.name) for rule in rules if rule.name not in apart}
 
 
-def _line_wanted(chosen: Sequence[Line]) -> dict[str, Wanted]:
-    return {f"`{line.name}`": by_rule(f"line_{number}") for number, line in enumerate(chosen)}
+def _line_wanted(chosen: Sequence[Rule]) -> dict[str, Wanted]:
+    return {f"`{rule.when}` ({rule.name.split('.')[0]})": by_rule(rule.name) for rule in chosen}
 
 
 def _section(half: str, all_cases: Sequence[Case], rows: dict[str, Wanted]) -> str:
@@ -184,7 +183,7 @@ def _mistakes(all_cases: Sequence[Case]) -> str:
     return "\n".join(found) or "None."
 
 
-def _order(all_cases: Sequence[Case], chosen: Sequence[Line]) -> str:
+def _order(all_cases: Sequence[Case], chosen: Sequence[Rule]) -> str:
     """Of the divergent runs, in how many each predictor fired first and at what median step before the onset."""
     here = _ramped(all_cases)
     divergent = [case for case in here if case.truth.onset is not None and case.truth.label in COLLAPSE]
