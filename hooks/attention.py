@@ -12,6 +12,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+HIDDEN_MASK = -9999.0
+"""A float mask of -1e4 or -1e9 means "hidden" as surely as one of -inf; no learned bias reaches it."""
+
 HIDDEN_SCORE = -1e8
 """Hand-written attention hides keys with a large negative number as often as with the lowest one of the dtype."""
 
@@ -25,8 +28,8 @@ class Attention:
     scale: None is `1/sqrt(d)`; a tensor is 0-d or `[H]`.
     causal: top-left aligned, row i sees keys `j <= i`. window: row i sees keys `j > i - window`.
     mask: broadcastable to `[B, H, Tq, Tk]` as torch broadcasts; bool is True where visible, float is added.
-    bias: float, broadcastable likewise, added after the soft-cap. In a float mask and in a bias, a value of at most
-        half of its dtype's minimum hides the key.
+    bias: float, broadcastable likewise, added after the soft-cap. In a float mask a value of at most `HIDDEN_MASK`,
+        in a bias one of at most half of its dtype's minimum hides the key.
     softcap: `s <- cap * tanh(s / cap)`, before mask and bias.
     sinks: `[H]`, one learned logit a head that takes part in the softmax and is then dropped.
     scores: `[B, H, Tq, Tk]`, the logits themselves where attention is written by hand: scale, soft-cap, bias and masks
@@ -142,7 +145,7 @@ class Attention:
             key = torch.arange(self.keys, device=self.device)
             seen = (key >= low[:, None]) & (key < high[:, None])
         for source in self._hiding:
-            part = _shows(_take(source, sequences, heads, rows), source is self.scores)
+            part = _shows(_take(source, sequences, heads, rows), self._limit(source))
             seen = part if seen is None else seen & part
         if self.mask_mod is not None:
             part = self.mask_mod(*self._indices(sequences, heads, rows))
@@ -207,10 +210,14 @@ class Attention:
         low = none if self.window is None else (rows - self.window + 1).clamp(min=0)
         return torch.minimum(low, high), high
 
+    def _limit(self, source: Tensor) -> float:
+        """What hides a key in a mask, in hand-written scores; a bias hides only by half of its dtype's minimum."""
+        return HIDDEN_SCORE if source is self.scores else HIDDEN_MASK if source is self.mask else -torch.inf
+
     def _padding(self, sequences: Tensor, heads: slice) -> Tensor:
         """bool `[b | 1, h | 1, Tk]`: keys shown by masks that are the same for every row."""
         rows = sequences.new_zeros(1)
-        shown = [_shows(_take(t, sequences, heads, rows), t is self.scores) for t in self._hiding]
+        shown = [_shows(_take(t, sequences, heads, rows), self._limit(t)) for t in self._hiding]
         return reduce(torch.logical_and, shown)[:, :, 0].expand(-1, -1, self.keys)
 
 
@@ -274,9 +281,8 @@ def _take(tensor: Tensor, sequences: Tensor, heads: slice, rows: Tensor) -> Tens
     return full[b[:, None], :, r].transpose(1, 2)  # indices apart: torch puts their dimensions [b, R] first
 
 
-def _shows(part: Tensor, is_scores: bool) -> Tensor:
-    """bool: where a mask, bias or score leaves the key visible. NaN does not hide."""
+def _shows(part: Tensor, limit: float) -> Tensor:
+    """bool: where a mask, bias or score shows the key: above `limit` and half of its dtype's minimum. NaN shows."""
     if part.dtype == torch.bool:
         return part
-    lowest = torch.finfo(part.dtype).min / 2
-    return ~(part <= (max(lowest, HIDDEN_SCORE) if is_scores else lowest))
+    return ~(part <= max(torch.finfo(part.dtype).min / 2, limit))

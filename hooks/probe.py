@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from attnwatch.hooks.precision import computed_in, full_precision
 from attnwatch.hooks.statistics import finish, measure, merge, sample_rows, sample_sequences
 from attnwatch.hooks.tap import Frame, Seen, Tap
 
+PATIENCE = 3  # failures of a layer: one side computation in a forward, such as a trace, is not the end of it
 _GOLDEN = 0.6180339887498949  # phases of successive samples fill [0, 1) evenly
 _ARMED: list[Probe] = []
 KEPT = 2**28
@@ -89,7 +91,8 @@ class Probe:
         self._eager = EagerStep()
         self._graph = GraphRoute(self) if graph else None
         self._lock = threading.Lock()
-        self._broken: set[str] = set()
+        self._broken: set[str] = set()  # not measured in this step
+        self._failures: Counter[str] = Counter()
         self._silent: set[str] = set()
         self._problems: list[tuple[str, str]] = []
         self._seconds = 0.0
@@ -103,6 +106,7 @@ class Probe:
         self._look = look
         self._room = KEPT
         self._drafts = {}
+        self._broken = {where for where, times in self._failures.items() if times >= PATIENCE}
         if self._graph is not None:
             self._graph.start()
         else:
@@ -261,8 +265,12 @@ class Probe:
         where = where or type(self.model).__name__
         with self._lock:
             if where not in self._broken:
-                self._broken.add(where)
-                reason = f"measuring failed and is off for this layer: {type(error).__name__}: "
+                self._failures[where] += 1
+            self._broken.add(where)
+            if self._failures[where] == 1:
+                reason = (
+                    f"measuring failed ({type(error).__name__}); after {PATIENCE} failures it is off for this layer: "
+                )
                 reason += " ".join(str(error).split())[:300]
                 self._problems.append((where, reason))
                 if where in self.layers:

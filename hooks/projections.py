@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -60,10 +63,24 @@ def module_left(tap: Tap, frame: Frame, arguments: Any, output: Any) -> None:
         return
     if _is_norm(frame, arguments, output):
         label, size = type(frame.module).__name__, _width(frame.module)
-        tap.site.norms.append(Norm(label, frame.module.forward, size, False, next(CLOCK)))
+        tap.site.norms.append(Norm(label, repeatable(frame.module), size, False, next(CLOCK)))
     elif hasattr(frame.module, "get_delta_weight") and hasattr(frame.module, "get_base_layer"):
         name = f"{frame.name.rpartition('.')[2]} (base + low-rank update)"
         frame.products = [projected(tap.look, _updated(frame.module), output, name)]
+
+
+def repeatable(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The forward of a norm layer that may be called again: of a copy, so that no buffer or counter of the model moves,
+    and with the state of the random numbers put back."""
+    copied = copy.deepcopy(module)
+
+    def forward(x: Tensor) -> Tensor:
+        devices = [x.device] if x.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            made: Tensor = copied.forward(x)
+        return made
+
+    return forward
 
 
 def _updated(module: Any) -> Tensor:

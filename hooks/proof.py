@@ -51,6 +51,7 @@ def mismatch(real: Tensor, made: Tensor, position: Tensor) -> tuple[Tensor, Tens
         errors.append(error)
         ratios.append(ratio)
     a, b = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (real, made))
+    errors[1] = torch.maximum(errors[1], _fit(a, b, a.square().sum())[0])  # position 0 alone proves little: lengths too
     error, ratio = _fit(a, b, (a - a.mean(0)).square().sum())
     best = torch.stack([*errors, error]).nan_to_num(nan=torch.inf)
     least, which = best.min(0)

@@ -154,6 +154,8 @@ class Tap(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         handler = self.handlers.get(getattr(func, "__name__", ""))
+        if handler is not None and any(type(x).__name__ == "DTensor" for x in (*args, *kwargs.values(), out)):
+            return out  # looking at a sharded tensor is a collective, which the other ranks would not join
         if self.frames and self.site.adapter is not None:
             self.handle(self.handlers["adapter"], handler, func, args, kwargs, out)
         elif handler is not None:

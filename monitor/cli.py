@@ -37,6 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UsageError, OSError) as error:
         print(f"attnwatch: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except Exception as error:  # never the exit code of an alert
+        text = " ".join(str(error).split())[:300]
+        print(
+            f"attnwatch: expected a run as attnwatch writes it, found {type(error).__name__}: {text}", file=sys.stderr
+        )
+        return 2
     except KeyboardInterrupt:
         print("attnwatch: stopped; what was recorded is kept", file=sys.stderr)
         return 130

@@ -110,6 +110,8 @@ def load_rules(source: str | os.PathLike[str] | None = None) -> tuple[Rule, ...]
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path}: expected a file of rules, found {error.strerror}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: expected [[rule]] tables, found TOML nested too deeply") from None
     except ValueError as error:  # not UTF-8, or not TOML: then with line and column
         raise UsageError(f"{path}: expected TOML, found {' '.join(str(error).split())}") from None
     tables = content.get("rule")

@@ -11,7 +11,7 @@ from benchmarks.detection import sampling
 from benchmarks.detection.recipes import RECIPES
 from benchmarks.detection.run import make
 from benchmarks.detection.study import known
-from benchmarks.detection.table import page
+from benchmarks.detection.table import pages
 from rich.console import Console
 
 from attnwatch.monitor.rules import load_rules
@@ -26,7 +26,13 @@ def main() -> None:
     parser.add_argument("--only", default="*", metavar="GLOB", help="recipes by name, such as 'norm_*'")
     parser.add_argument("--jobs", type=int, default=2, help="run: so many at once")
     parser.add_argument("--rules", type=Path, help="table: a file of rules instead of the default ones")
-    parser.add_argument("-o", "--out", type=Path, default=Path("docs/detection.md"), help="table: the page to write")
+    parser.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("docs/detection.md"),
+        help="table: the page to write, FILE-runs.md beside it",
+    )
     options = parser.parse_args()
     chosen, sampled = ([r for r in some if fnmatch(r.name, options.only)] for some in (RECIPES, sampling.SAMPLED))
     console = Console(stderr=True)
@@ -34,7 +40,9 @@ def main() -> None:
         make([*chosen, *sampled], options.runs, options.jobs, console)
     else:
         runs = known(chosen, options.runs)
-        options.out.write_text(page(runs, sampling.groups(options.runs), load_rules(options.rules)), encoding="utf-8")
+        figures, every = pages(runs, sampling.groups(options.runs), load_rules(options.rules))
+        options.out.write_text(figures, encoding="utf-8")
+        options.out.with_stem(f"{options.out.stem}-runs").write_text(every, encoding="utf-8")
         console.print(f"{options.out}: {len(runs)} of {len(chosen)} runs")
 
 

@@ -112,7 +112,11 @@ PLAIN = (
     replace(SANE_TEXT, name="sane_head_64", heads=1),
     replace(SANE_TEXT, name="sane_head_32", heads=2),
     replace(SANE_TEXT, name="sane_wide", width=128, layers=4),
-    replace(SANE_TEXT, name="sane_wide_long", width=128, layers=4, steps=1000, reference=""),
+    # Heads sharpen slowly in healthy training too: the longer, the closer to the lines of the rules.
+    replace(SANE_TEXT, name="sane_wide_long", width=128, steps=1000, reference=""),
+    replace(SANE_TEXT, name="sane_wide_long_seed_1", width=128, steps=1000, reference="", seed=1),
+    replace(SANE_TEXT, name="sane_long", steps=1500, reference=""),
+    replace(SANE_MLP, name="sane_mlp_long", steps=1500, reference=""),
     replace(SANE_TEXT, name="sane_mha", call="mha"),
     replace(SANE_TEXT, name="sane_adamw", optimizer="adamw", decay=0.1),
     replace(SANE_TEXT, name="sane_sgd", optimizer="sgd", rate=constant(0.1, 100), reference=""),

@@ -38,8 +38,8 @@ SCORE_HEAD = ("", "found", "late", "lead: median", "quartiles", "least", "false 
 THINS = (1, 2, 4)
 
 
-def page(runs: Sequence[Known], sampled: Sequence[tuple[Recipe, list[Run]]], rules: Sequence[Rule]) -> str:
-    """Everything, from the stored runs. sampled: as `sampling.groups` gives them."""
+def pages(runs: Sequence[Known], sampled: Sequence[tuple[Recipe, list[Run]]], rules: Sequence[Rule]) -> tuple[str, str]:
+    """The figures and the list of all runs. sampled: as `sampling.groups` gives them."""
     chosen = lines(runs)
     all_cases = cases(runs, [*rules, *chosen])
     parts = [
@@ -69,10 +69,13 @@ def page(runs: Sequence[Known], sampled: Sequence[tuple[Recipe, list[Run]]], rul
         "## Fewer samples",
         _thinned(runs, rules),
         _sampled(sampled, rules),
-        "## Every run",
+    ]
+    every = [
+        "# Detection: every run",
+        "The runs of [detection.md](detection.md), by the same command.",
         _every(all_cases),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts) + "\n", "\n\n".join(every) + "\n"
 
 
 INTRODUCTION = """\
@@ -85,7 +88,10 @@ recipe's on the same data, with a quarter of the heads saturated. `spikes`: dive
 within 0.1 nat of the reference (without a reference: of its own lowest). `impaired`: worse than that with sound
 heads; counted nowhere.
 
-The default rules were chosen on the *tuning* half alone; a recipe's half is fixed by a hash of its name."""
+A recipe's half is fixed by a hash of its name. The lines of the default rules were looked for on the *tuning* half and
+judged on the *report* half. What was seen there led to one more condition, on the directions of a head's map, after a
+false alarm on `copy_previous_2`; the recipes that are like it (`copy_previous_*`) and the long healthy ones
+(`sane_*long*`) were made afterwards. [Every run](detection-runs.md) is listed by itself."""
 
 RULES_TEXT = """\
 *found*: runs whose attention collapsed with an alert, on divergent runs one that fired before the onset and still
