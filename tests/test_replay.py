@@ -131,8 +131,8 @@ def test_a_replay_sees_what_was_there_when_the_run_was_opened(tmp_path: Path) ->
 
 def test_a_rule_about_what_was_not_recorded_is_refused(tmp_path: Path) -> None:
     run = falling(tmp_path / "run")
-    with pytest.raises(UsageError, match=r"^run '.*run': rule 'r', when: column 1: no name 'map_rank'"):
-        replay(run, [Rule("r", "info", "map_rank < 2")])
+    with pytest.raises(UsageError, match=r"^run '.*run': rule 'r', when: column 1: no name 'sink_mass'"):
+        replay(run, [Rule("r", "info", "sink_mass < 2")])
 
 
 def test_stored_rules_of_another_version_are_refused(tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ def test_first_crossings_worked_out(tmp_path: Path) -> None:
         ("entropy_ratio", 310, False),
     ]
     silent = {each.name: each.measured for each in found if each.step is None}
-    assert silent == dict.fromkeys(("logit_max_100", "logit_max_1e3", "logit_max_1e4"), True) | dict.fromkeys(
-        ("qk_energy_top10", "layer_directions_90", "map_rank"), False
-    )
+    assert silent == dict.fromkeys(
+        ("logit_max_100", "logit_max_1e3", "logit_max_1e4", "map_rank"), True
+    ) | dict.fromkeys(("qk_energy_top10", "layer_directions_90"), False)
 
 
 def test_what_was_never_finite_is_not_measured(tmp_path: Path) -> None:
