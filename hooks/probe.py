@@ -261,16 +261,14 @@ class Probe:
         return found
 
     def failed(self, where: str, error: Exception) -> None:
-        """A layer whose measuring failed is switched off, and said once."""
+        """A layer whose measuring failed is off for this step, after PATIENCE steps for good; said once."""
         where = where or type(self.model).__name__
         with self._lock:
-            if where not in self._broken:
-                self._failures[where] += 1
+            first = where not in self._broken and not self._failures[where]
+            self._failures[where] += where not in self._broken
             self._broken.add(where)
-            if self._failures[where] == 1:
-                reason = (
-                    f"measuring failed ({type(error).__name__}); after {PATIENCE} failures it is off for this layer: "
-                )
+            if first:
+                reason = f"measuring failed and is off for this layer: {type(error).__name__}: "
                 reason += " ".join(str(error).split())[:300]
                 self._problems.append((where, reason))
                 if where in self.layers:
