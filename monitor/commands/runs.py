@@ -1,0 +1,34 @@
+"""What commands on stored runs share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnwatch.monitor.run import Run
+
+
+def open_all(paths: Sequence[Path]) -> list[Run]:
+    """The runs that the paths stand for; what is none is named on stderr."""
+    from attnwatch.monitor.paths import listed, open_runs
+
+    runs, others = open_runs(paths)
+    if others:
+        print(f"attnwatch: left out, no runs: {listed(others)}", file=sys.stderr)
+    return runs
+
+
+@contextmanager
+def progress(runs: Sequence[Run]) -> Iterator[Callable[[object], None]]:
+    """What to call with every sample replayed: a bar on a terminal, until the end."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bars:
+        bar = bars.add_task("samples", total=sum(len(run.steps) for run in runs))
+        yield lambda _: bars.advance(bar)
