@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Protocol
 
 from attnwatch.monitor.alerts import Alert
+from attnwatch.monitor.outputs.apart import Apart
 from attnwatch.monitor.sample import Problem, Sample, Update
-from attnwatch.monitor.store import RunWriter
 
 RUN = "run directory"
 NO_STEP = (
@@ -18,9 +19,44 @@ NO_STEP = (
 
 
 class Output(Protocol):
-    """Who is told after every step. An output that raises is switched off and named."""
+    """Who is told after every step. An output that raises is switched off and named.
 
-    def write(self, update: Update) -> None: ...
+    A text that `write` returns is a problem that the output goes on after: named once. A thread of its own tells each,
+    so that training waits for none; one with a true attribute `quick` says that its `write` only hands over, or has to
+    happen between the trainer's own calls, and is told in the trainer's thread.
+    """
+
+    def write(self, update: Update) -> str | None: ...
+
+    def close(self) -> None: ...
+
+
+class Writer(Protocol):
+    """Where a run is recorded."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def sample(self, sample: Sample) -> None: ...
+
+    def scalars(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def event(self, event: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Elsewhere:
+    """A run that another process records."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def sample(self, sample: Sample) -> None: ...
+
+    def scalars(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def event(self, event: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -28,7 +64,7 @@ class Output(Protocol):
 class Journal:
     """Records and tells; nothing here raises. problems: what does not work, each said once, at the newest `step`."""
 
-    def __init__(self, writer: RunWriter, outputs: Sequence[Output]) -> None:
+    def __init__(self, writer: Writer, outputs: Sequence[Output]) -> None:
         self.path = writer.path
         self.outputs = list(outputs)
         self.problems: list[Problem] = []
@@ -54,10 +90,15 @@ class Journal:
 
     def tell(self, update: Update) -> None:
         for output in list(self.outputs):
-            if not self.safely(type(output).__name__, lambda: output.write(update)):  # noqa: B023 (called at once)
+            if not self.safely(_name(output), lambda: self._told(output, update)):  # noqa: B023 (called at once)
                 self.outputs.remove(output)
                 with contextlib.suppress(Exception):
                     output.close()
+
+    def _told(self, output: Output, update: Update) -> None:
+        text = output.write(update)
+        if isinstance(text, str):
+            self.problem(_name(output), text)
 
     def problem(self, where: str, text: str) -> None:
         """Name what does not work: in the run at once, to the outputs with the next update."""
@@ -81,9 +122,13 @@ class Journal:
         self.safely(RUN, self._writer.close)
 
     def dismiss(self) -> None:
-        """Close the outputs."""
+        """Close the outputs, the newest first; the first of all, the log, is told what came up there."""
         for output in self.outputs:
-            self.safely(type(output).__name__, output.close)
+            if isinstance(output, Apart):
+                output.end()  # all at once: one that hangs takes no time from the others
+        while len(self.outputs) > 1:
+            output = self.outputs.pop()
+            self.safely(_name(output), output.close)
 
     def _record_problems(self) -> None:
         """What a full disk refused is tried again with the next problem, and at the end."""
@@ -91,3 +136,7 @@ class Journal:
             while self._recorded < len(self.problems):
                 self._writer.event({"event": "problem", **asdict(self.problems[self._recorded])})
                 self._recorded += 1
+
+
+def _name(output: Output) -> str:
+    return output.name if isinstance(output, Apart) else type(output).__name__

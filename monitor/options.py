@@ -14,6 +14,8 @@ import numpy as np
 
 import attnwatch
 from attnwatch.monitor.alerts import SEVERITIES
+from attnwatch.monitor.outputs.prometheus import Prometheus
+from attnwatch.monitor.revision import revision
 from attnwatch.monitor.rules import Rule, load_rules
 from attnwatch.monitor.run import as_path
 from attnwatch.monitor.sample import Metric, UsageError
@@ -30,19 +32,27 @@ class Options:
     rows: int | None
     sequences: int
     rules: str
-    prometheus: int | None
+    prometheus: Prometheus | None
     stop_on: str | None
     optimizer: str | None
     compiled: str
     context: int | None
+    budget: float | None = None
+    merge: str = "ranks"
 
     def __post_init__(self) -> None:
+        if self.merge not in ("ranks", "none"):
+            raise UsageError(f'expected merge to be "ranks" or "none", found {self.merge!r}')
         if self.compiled not in ("eager", "graph"):
             raise UsageError(f'expected compiled to be "eager" or "graph", found {self.compiled!r}')
         for name in ("every", "spectrum_every", "rows", "sequences"):
             value = getattr(self, name)
             if not (name == "rows" and value is None) and (type(value) is not int or value < 1):
                 raise UsageError(f"expected {name} to be a whole number of at least 1, found {value!r}")
+        if self.budget is not None and not (type(self.budget) in (int, float) and 0 < self.budget < 1):
+            raise UsageError(
+                f"expected budget to be a share of the training time between 0 and 1, 0.01 say, found {self.budget!r}"
+            )
         if self.context is not None and (type(self.context) is not int or self.context < 2):
             raise UsageError(f"expected context to be a whole number of at least 2 keys, found {self.context!r}")
         if self.stop_on is not None and self.stop_on not in SEVERITIES:
@@ -97,6 +107,7 @@ def header(
     return {
         "attnwatch": attnwatch.__version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git": revision(),
         "versions": {"python": platform.python_version(), **versions, "numpy": np.__version__},
         **model,
         "options": asdict(options),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -96,7 +98,9 @@ class Update:
     """What every output is told after a step: the newest sample and all that is known beside it.
 
     sample: the newest one, None before the first. is_new: whether it was taken at this step. scalars: the newest
-    value of each. changed: alerts whose state changed at this step. seconds: cost of all samples so far.
+    value of each. changed: alerts whose state changed at this step. seconds: cost of all samples so far. run: the run
+    directory; its report is there when the outputs are closed. interval: steps from sample to sample, as it is now.
+    share: of the training time, what samples cost at that interval; NaN while unknown.
     """
 
     step: int
@@ -109,3 +113,6 @@ class Update:
     problems: tuple[Problem, ...]
     samples: int
     seconds: float
+    run: Path = Path()
+    interval: int = 0
+    share: float = math.nan

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Generic, SupportsFloat, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, SupportsFloat, TypeVar
 
 Later = TypeVar("Later", bound=SupportsFloat)
 """A number that an accelerator still holds: making a float of it waits for the device."""
@@ -34,3 +35,28 @@ class Pending(Generic[Later]):
         while self._steps and (before is None or self._steps[0][0] < before):
             step, values = self._steps.popleft()
             yield step, {name: float(value) for name, value in values.items()}
+
+
+def step_number(given: Any, following: int, problem: Callable[[str, str], None]) -> int:
+    """The number of a step; `following` without one. What is none is named by `problem(where, text)`."""
+    try:
+        return following if given is None else int(given)
+    except (TypeError, ValueError):
+        text = f"expected a whole number, found {type(given).__name__}; leave it out to count from 0"
+        problem("step", text)
+        return following
+
+
+def plain(name: str, value: Any, problem: Callable[[str, str], None]) -> Any:
+    """A float; or a tensor of an accelerator, kept until the next sample so that nothing waits for the device."""
+    is_tensor = hasattr(value, "detach")
+    if is_tensor and value.numel() != 1:
+        problem(name, f"expected a scalar, found a tensor of shape {list(value.shape)}; pass its mean")
+        return math.nan
+    if is_tensor and value.device.type != "cpu":
+        return value.detach().clone()
+    try:
+        return float(value.detach() if is_tensor else value)
+    except (TypeError, ValueError, RuntimeError):
+        problem(name, f"expected a number, found {type(value).__name__}; pass a float or a 0-d tensor")
+        return math.nan

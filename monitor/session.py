@@ -1,8 +1,9 @@
-"""`watch` and `Monitor`: when to sample, and who is told. The one place where tensors become numbers over time."""
+"""`Monitor`: when to sample, and who is told. The one place where tensors become numbers over time."""
 
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
 import time
@@ -12,112 +13,37 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from attnwatch.hooks import sites
-from attnwatch.hooks.layers import METRICS
 from attnwatch.hooks.probe import Probe, Reading
+from attnwatch.hooks.ranks import Agreed, Given, PartedError, Ranks, nothing
 from attnwatch.monitor.alerts import SEVERITIES, Alert
 from attnwatch.monitor.alerts import TrainingStopped as TrainingStopped
+from attnwatch.monitor.cadence import SPARSE, TOO_SPARSE, Cadence, Change
+from attnwatch.monitor.card import card
 from attnwatch.monitor.journal import NO_STEP, Journal
 from attnwatch.monitor.journal import Output as Output
-from attnwatch.monitor.options import SPECTRUM_EVERY, Options, check_outputs, choose_rules, header, run_directory
-from attnwatch.monitor.outputs.log import LogOutput, status
+from attnwatch.monitor.options import Options
+from attnwatch.monitor.outputs.log import status
 from attnwatch.monitor.outputs.prometheus import PrometheusOutput
-from attnwatch.monitor.rules import Engine, Rule, of_file
+from attnwatch.monitor.rules import Engine
 from attnwatch.monitor.sample import Coverage, Metric, Problem, Sample, Update, UsageError
-from attnwatch.monitor.scalars import Pending
+from attnwatch.monitor.scalars import Pending, plain, step_number
 from attnwatch.monitor.state import Counts, thaw_counts
-from attnwatch.monitor.store import RunWriter
+
+LOG = logging.getLogger("attnwatch")
 
 
-def watch(
-    model: nn.Module,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    run: str | os.PathLike[str] | None = None,
-    every: int = 20,
-    spectrum_every: int | None = None,
-    rows: int | None = 64,
-    sequences: int = 4,
-    rules: str | os.PathLike[str] | Sequence[Rule] | None = None,
-    outputs: Sequence[Output] = (),
-    prometheus: int | None = None,
-    report: bool = True,
-    adapters: Sequence[Any] = (),
-    compiled: str = "eager",
-    context: int | None = None,
-    stop_on: str | None = None,
-) -> Monitor:
-    """Watch the attention of a model while it trains. Attach before the first step; training is not changed.
+class News(NamedTuple):
+    """What rank 0 tells the others. stop: why they all stop now."""
 
-    optimizer: count steps by its step hook instead of by `monitor.step()`.
-    run: directory to record in (new or empty); None: `runs/<date>-<time>`.
-    every: the first step is sampled, then every `every`-th. spectrum_every: the weights are looked at in the first
-        sample, then in every `spectrum_every`-th (None: every fifth); rules use the last known spectrum.
-    rows, sequences: at most so many query rows of so many sequences of a batch are measured (rows=None: all rows).
-    rules: a TOML file or a list of `Rule`; None: the default rules (`attnwatch rules` prints them).
-    outputs: more objects with `write(update)` and `close()`. prometheus: a port on 127.0.0.1, 0 picks one.
-    report: write `report.html` and `summary.json` into the run at `close()`.
-    adapters: objects that tell of your own attention layers by `match`, `weights` or `record` (hooks/adapters.py).
-    compiled: how to see into torch.compile. "eager": sampled steps run eagerly (rounding too), the compiled graphs
-        are kept and used between them. "graph": an operator stands in the graphs that inductor compiles from now on
-        (what was compiled before, anywhere in the process, is compiled anew); every step runs compiled, with the same
-        bits as unwatched. It sees fused attention in training. Attention that is not fused (by hand, flex_attention,
-        on a CPU with dropout or a learned bias), `observe`, other backends and what runs eagerly stay unseen, and are
-        named as problems.
-    context: a longer context, in keys, that the model is meant for later: `forecast_sharpness` is measured for it.
-    stop_on: "info", "warning" or "critical": `monitor.step` raises `TrainingStopped` when such an alert fires.
-
-    Raises UsageError, one line, for a model without attention, a wrong option or rule, a port in use, a run
-    directory that cannot be written or holds a run. After that nothing but `TrainingStopped` is ever raised.
-    """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"expected a torch.nn.Module to watch, found {type(model).__name__}")
-    if not adapters and not sites.may_hold_attention(model):
-        raise UsageError(
-            f"expected a model with attention, found none in {type(model).__name__} (no module or forward code names "
-            "it); call attnwatch.observe(module, q, k) in the forward of an attention that has no softmax"
-        )
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"expected optimizer to be a torch.optim.Optimizer, found {type(optimizer).__name__}")
-    check_outputs(outputs)
-    directory = run_directory(run)
-    chosen, source = choose_rules(rules)
-    options = Options(
-        every=every,
-        spectrum_every=SPECTRUM_EVERY if spectrum_every is None else spectrum_every,
-        rows=rows,
-        sequences=sequences,
-        rules=source,
-        prometheus=prometheus,
-        stop_on=stop_on,
-        optimizer=type(optimizer).__name__ if optimizer else None,
-        compiled=compiled,
-        context=context,
-    )
-    try:
-        probe = Probe(model, rows, sequences, adapters, graph=compiled == "graph", context=context)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    metrics = tuple(Metric(*metric) for metric in METRICS)
-    with of_file(rules if isinstance(rules, str | os.PathLike) else None):
-        engine = Engine(chosen, metrics)
-    facts = {"model": type(model).__name__, "parameters": sum(x.numel() for x in model.parameters())}
-    described = header(options, metrics, chosen, {"torch": torch.__version__}, **facts)
-    server = None if prometheus is None else PrometheusOutput(metrics, prometheus)
-    try:
-        writer = RunWriter(directory, described)
-    except BaseException:
-        if server is not None:
-            server.close()
-        raise
-    told: list[Output] = [LogOutput(), *([server] if server else []), *outputs]
-    return Monitor(probe, Journal(writer, told), engine, metrics, options, optimizer, report)
+    run: str = ""
+    alerts: tuple[Alert, ...] = ()
+    stop: Alert | None = None
 
 
 class Monitor:
@@ -134,16 +60,25 @@ class Monitor:
         options: Options,
         optimizer: torch.optim.Optimizer | None,
         report: bool,
+        ranks: Ranks | None = None,
+        alone: Callable[[], Journal] | None = None,
     ) -> None:
+        """ranks: those that merge with this one. alone: opens the run that a rank other than 0 records if they do not."""
         self.run = journal.path
         self.last: Sample | None = None
         self._probe, self._journal, self._engine = probe, journal, engine
         self._metrics = tuple(metric.name for metric in metrics)
         self._options = options
         self._report = report
+        self._ranks, self._alone = ranks, alone
+        self._records = ranks is None or ranks.rank == 0
+        self._shape: Callable[[Given], Reading] | None = None  # of merged samples, once ranks have parted
+        self._agreed: Agreed | None = None
+        self._news = News()
+        self._sent = 0  # of the problems, to the other ranks
         self._step = -1  # newest finished step
-        self._count = 0  # steps finished while attached
-        self._idle = True  # no step was finished in this process
+        self._cadence = Cadence(options.every, options.budget if self._records else None, options.spectrum_every)
+        self._stepped: float | None = None  # when the newest step of this process was finished
         self._samples = 0
         self._seconds = 0.0
         self._armed = False
@@ -152,6 +87,7 @@ class Monitor:
         self._coverage: tuple[Coverage, ...] = ()
         self._changed: list[Alert] = []
         self._stop: Alert | None = None
+        self._wish: Alert | None = None  # to stop, of rank 0; the other ranks hear of it with the next sample
         self._counter: RemovableHandle | None = None
         if optimizer is not None:
             # A compiled optimizer.step would trace its hooks. This one also keeps a monitor that no variable holds.
@@ -180,8 +116,9 @@ class Monitor:
 
     @property
     def alerts(self) -> list[Alert]:
-        """All alerts so far: pending, firing and resolved, oldest first."""
-        return list(self._engine.alerts)
+        """All alerts so far: pending, firing and resolved, oldest first. On other ranks than 0: those up to the newest
+        sample but one."""
+        return list(self._engine.alerts if self._records else self._news.alerts)
 
     @property
     def coverage(self) -> list[Coverage]:
@@ -199,7 +136,10 @@ class Monitor:
         return next((output.port for output in self._journal.outputs if isinstance(output, PrometheusOutput)), None)
 
     def report(self) -> Path:
-        """Write `report.html` and `summary.json` into the run directory, as things stand; the page's path."""
+        """Write `report.html` and `summary.json` into the run directory, as things stand; the page's path. A rank whose
+        run another one records leaves that to it."""
+        if not self._records:
+            return self.run / "report.html"
         from attnwatch.monitor.store import open_run
         from attnwatch.reports.html import write_page_and_summary
 
@@ -211,7 +151,7 @@ class Monitor:
         Scalars that an accelerator still holds are read for it. Never raises.
         """
         self._journal.safely("monitor", self._flush)
-        counts = Counts(self._step, self._count, self._samples, self._seconds)
+        counts = Counts(self._step, self._cadence.count, self._samples, self._seconds)
         return {"counts": counts._asdict(), "engine": self._engine.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -220,15 +160,16 @@ class Monitor:
         The new run directory begins with the alerts of the old one. Raises UsageError after the first step, and for a
         state of other rules or metrics.
         """
-        if self._closed or self._count:
+        if self._closed or self._cadence.count:
             raise UsageError("expected load_state_dict right after watch(), found steps done; call it before the first")
         counts, self._engine = thaw_counts(state), self._engine.resumed(state["engine"])
-        self._step, self._count, self._samples, self._seconds = counts
+        self._step, finished, self._samples, self._seconds = counts
+        self._cadence.resume(finished)
         self._journal.step, self._scalars = self._step, self._engine.scalars
         self._journal.event("resumed", self._step, {"state": self._engine.state_dict()})
         for alert in self._engine.alerts:
             self._journal.alert(alert)
-        if self._count % self._options.every:
+        if not self._cadence.due:
             self._armed = False
             self._journal.safely("hooks", self._probe.disarm)
 
@@ -240,18 +181,21 @@ class Monitor:
         atexit.unregister(self._at_exit)
         if self._counter is not None:
             self._counter.remove()
+        if self._ranks is not None:
+            self._ranks.leave()
         self._journal.safely("hooks", self._probe.close)
         del self._probe  # and with it the model
         self._journal.safely("monitor", self._flush)
-        if self._idle:
+        if self._stepped is None:
             self._journal.problem("step", NO_STEP)
         end = {"time": time.time(), "samples": self._samples, "seconds": self._seconds}
         self._journal.event("end", self._step, end)
         if self._report:
             self._journal.safely("report", self.report)
-        self._journal.close()
-        self._tell(is_new=False)  # of the problems that came up here
+        self._tell(is_new=False)
         self._journal.dismiss()
+        self._tell(is_new=False)  # the log hears what came up in the others' end
+        self._journal.close()
 
     def _drop(self) -> None:
         """Nobody holds the monitor any more, or the process ends. The copy in a forked worker is not ours to close."""
@@ -273,18 +217,23 @@ class Monitor:
         self.close()
 
     def __str__(self) -> str:
-        until = -self._count % self._options.every
-        following = "closed" if self._closed else f"next sampled step {self._step + 1 + until}"
-        now = f"step {max(self._step, 0)}, {following}, recorded in {self.run}"
-        return status(now, self._coverage, self.alerts, self.problems)
+        return status(self._now(), self._coverage, self.alerts, self.problems)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return card("attnwatch", self._now(), self._coverage, self.alerts, self.last, self.problems)
+
+    def _now(self) -> str:
+        following = "closed" if self._closed else f"next sampled step {self._step + 1 + self._cadence.until}"
+        return f"step {max(self._step, 0)}, {following}, recorded in {self.run}"
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
     def _advance(self, step: int | None, scalars: Mapping[str, Any]) -> None:
         if self._counter is None:
-            self._step = self._journal.step = self._number_of(step)
+            self._step = self._journal.step = step_number(step, self._step + 1, self._journal.problem)
         if scalars:
-            self._pending.add(self._step, {name: self._plain(name, value) for name, value in scalars.items()})
+            self._pending.add(self._step, {name: plain(name, x, self._journal.problem) for name, x in scalars.items()})
         if self._counter is None:
             self._finish_step()
         elif not self._pending.later():
@@ -297,25 +246,52 @@ class Monitor:
             self._journal.safely("monitor", self._finish_step)
 
     def _finish_step(self) -> None:
+        cost = None
         if self._armed:
             self._armed = False
+            before = self._seconds
             self._journal.safely("sample", self._take_sample)
+            cost = self._seconds - before
         if not self._pending.later():
             self._flush()
-        self._count += 1
-        self._idle = False
-        if self._count % self._options.every == 0 and not self._closed:
+        now = time.perf_counter()
+        duration = math.nan if self._stepped is None else now - self._stepped
+        self._stepped = now
+        changed = self._cadence.finish(duration, cost)
+        if changed is not None:
+            self._name_interval(changed)
+        if cost is not None and self._agreed is not None:
+            self._cadence.follow(self._agreed.interval)
+        if self._cadence.due and not self._closed:
             self._journal.safely("hooks", self._arm)
 
+    def _name_interval(self, changed: Change) -> None:
+        self._journal.event("interval", self._step, changed._asdict())
+        if changed.interval > SPARSE:
+            self._journal.problem("budget", TOO_SPARSE)
+
     def _arm(self) -> None:
+        if self._ranks is None and not self._records:
+            return  # the others have gone on without this rank
         is_first = not self._coverage  # of this process: nothing is proved yet
-        self._probe.arm(look=is_first or self._samples % self._options.spectrum_every == 0 or self._probe.due)
+        asked = self._probe.due if self._agreed is None else self._agreed.look
+        self._armed = self._ranks is not None  # they wait for this one, whatever happens here
+        self._probe.arm(look=is_first or self._samples % self._options.spectrum_every == 0 or asked)
         self._armed = True
 
     def _take_sample(self) -> None:
-        reading = self._probe.finish(self._pending.later())
+        later = self._pending.later()
+        read: list[Reading] = []
+        worked = self._journal.safely("sample", lambda: read.append(self._probe.finish(later)))
+        if not worked and self._ranks is None:
+            return
+        reading = read[0] if worked else nothing([float(x) for x in later])
         self._pending.settle(list(reading.extras))
         self._flush(before=self._step)
+        if self._ranks is not None or self._shape is not None:
+            reading = self._merged(reading)
+        if self._ranks is None and not self._records:
+            return
         sample = Sample(self._step, time.time(), self._metrics, reading.measured, reading.values, reading.seconds)
         self._samples += 1
         self._seconds += reading.seconds
@@ -325,7 +301,8 @@ class Monitor:
             self._journal.sample(sample)
         else:
             self._journal.event("unmeasured", self._step, {})
-        self._told(self._engine.on_sample(sample, self._coverage, self._scalars))
+        if self._records:
+            self._told(self._engine.on_sample(sample, self._coverage, self._scalars))
         self._tell(is_new=bool(reading.measured))
 
     def _note(self, reading: Reading) -> None:
@@ -339,40 +316,72 @@ class Monitor:
             self._journal.event("coverage", self._step, {"layers": [asdict(layer) for layer in coverage]})
         for where, text in reading.problems:
             self._journal.problem(where, text)
-
-    def _number_of(self, step: Any) -> int:
-        try:
-            return self._step + 1 if step is None else int(step)
-        except (TypeError, ValueError):
-            self._journal.problem(
-                "step", f"expected a whole number, found {type(step).__name__}; leave it out to count from 0"
-            )
-            return self._step + 1
-
-    def _plain(self, name: str, value: Any) -> float | Tensor:
-        """A number; or a tensor of an accelerator, kept until the next sample so that nothing waits for it."""
-        if isinstance(value, Tensor) and value.numel() != 1:
-            self._journal.problem(
-                name, f"expected a scalar, found a tensor of shape {list(value.shape)}; pass its mean"
-            )
-            return math.nan
-        if isinstance(value, Tensor) and value.device.type != "cpu":
-            return value.detach().clone()
-        try:
-            return float(value.detach() if isinstance(value, Tensor) else value)
-        except (TypeError, ValueError, RuntimeError):
-            self._journal.problem(
-                name, f"expected a number, found {type(value).__name__}; pass a float or a 0-d tensor"
-            )
-            return math.nan
+        self._sent = len(self._journal.problems)
 
     def _flush(self, before: int | None = None) -> None:
         """Record pending scalars and ask the rules, oldest first; those of step `before` come after its sample."""
         for step, numbers in self._pending.take(before):
             self._scalars.update(numbers)
             self._journal.scalars(step, numbers)
-            self._told(self._engine.on_scalars(step, numbers))
+            if self._records:
+                self._told(self._engine.on_scalars(step, numbers))
             self._tell(is_new=False)
+
+    # --- several ranks ----------------------------------------------------------------------------------------------
+
+    def _merged(self, reading: Reading) -> Reading:
+        """What all ranks hold, in the place of what this one does; its scalars of this step likewise."""
+        scalars: dict[str, float] = {}
+        for _, numbers in self._pending.take():
+            scalars.update(numbers)
+        problems = [(problem.where, problem.text) for problem in self._journal.problems[self._sent :]]
+        reading = reading._replace(problems=(*reading.problems, *problems))
+        given = Given(self._step, reading, scalars, self._probe.due, self._cadence.interval, self._new())
+        if self._ranks is not None:
+            try:
+                self._agreed = self._ranks.merge(given)
+                self._hear(self._agreed)
+                scalars, reading = self._agreed.scalars, self._agreed.reading
+            except PartedError as parted:
+                self._part(self._ranks, parted)
+        if self._shape is not None:
+            reading = self._shape(given)
+        if scalars:
+            self._pending.add(self._step, {**scalars})
+        return reading
+
+    def _new(self) -> News | None:
+        """What rank 0 has to tell the others."""
+        news = self._news._replace(run=str(self.run), alerts=self._engine.alerts, stop=self._wish)
+        if not self._records or news == self._news:
+            return None
+        self._news = news
+        return news
+
+    def _hear(self, agreed: Agreed) -> None:
+        """All ranks stop at the sample at which rank 0 says so."""
+        told = agreed.news[0] if agreed.news else None
+        if told is not None:
+            self._news, self.run = told, Path(told.run)
+            self._stop, self._wish = told.stop, None
+
+    def _part(self, ranks: Ranks, parted: PartedError) -> None:
+        """Rank 0 goes on with its share. Another one records its own if they never merged, else it ends here."""
+        self._ranks = self._agreed = None
+        if not self._records and not parted.began and self._alone is not None:
+            self._records = self._journal.safely("run directory", self._record_alone)
+        self._shape = ranks.own if self._records and parted.began else None
+        self._stop, self._wish = self._wish, None
+        text = f"ranks are not merged{' any more' if parted.began else ''}: {parted}; "
+        text += f"this run holds what rank {ranks.rank} sees" if self._records else "nothing more is recorded here"
+        self._journal.problem("ranks", text)
+        if ranks.rank:
+            LOG.warning("attnwatch: rank %d: %s", ranks.rank, text)
+
+    def _record_alone(self) -> None:
+        assert self._alone is not None
+        self._journal = self._alone()
+        self._journal.step, self.run = self._step, self._journal.path
 
     # --- who is told ------------------------------------------------------------------------------------------------
 
@@ -382,14 +391,17 @@ class Monitor:
             self._journal.alert(alert)
             if self._options.stop_on and alert.state == "firing":
                 grave = SEVERITIES.index(alert.severity) >= SEVERITIES.index(self._options.stop_on)
-                self._stop = self._stop or (alert if grave else None)
+                if grave and self._ranks is None:
+                    self._stop = self._stop or alert
+                elif grave:
+                    self._wish = self._wish or alert
 
     def _tell(self, is_new: bool) -> None:
         changed, self._changed = tuple(self._changed), []
         problems = tuple(self._journal.problems)
         update = Update(
             self._step, self.last, is_new, dict(self._scalars), self._engine.alerts, changed, self._coverage, problems,
-            self._samples, self._seconds,
+            self._samples, self._seconds, self.run, self._cadence.interval, self._cadence.share,
         )  # fmt: skip
         self._journal.tell(update)
 

@@ -89,7 +89,7 @@ def test_the_run_records_what_it_was(model: Decoder, run: Path) -> None:
     assert header["parameters"] == sum(p.numel() for p in model.parameters())
     assert header["versions"]["torch"] == torch.__version__
     given = {"every": 7, "rows": None, "stop_on": "info", "optimizer": "AdamW"}
-    chosen = {"spectrum_every": 5, "sequences": 4, "rules": "default", "prometheus": None}
+    chosen = {"spectrum_every": 5, "sequences": 4, "rules": "default", "prometheus": None, "budget": None}
     assert (given | chosen).items() <= header["options"].items()
     assert "sparse_low_rank" in [rule["name"] for rule in header["rules"]]
 
@@ -281,6 +281,9 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"outputs": print}, "expected outputs to be a list of objects with write(update) and close(), found <built-in "),
     ({"outputs": [1]}, "expected outputs to be a list of objects with write(update) and close(), found [1]"),
     ({"outputs": [LogOutput]}, "expected outputs to be a list of objects with write(update) and close(), found [<cla"),
+    ({"budget": 0}, "expected budget to be a share of the training time between 0 and 1, 0.01 say, found 0"),
+    ({"budget": 1.5}, "expected budget to be a share of the training time between 0 and 1, 0.01 say, found 1.5"),
+    ({"budget": "1%"}, "expected budget to be a share of the training time between 0 and 1, 0.01 say, found '1%'"),
     ({"prometheus": 70000}, "prometheus: expected a port from 0 to 65535, found 70000"),
 ]
 
@@ -372,16 +375,22 @@ def test_a_place_where_nothing_can_be_written_is_refused(place: str, model: Deco
         attnwatch.watch(model, run=tmp_path / place)
 
 
-def test_a_port_in_use_is_refused_before_a_directory_is_made(model: Decoder, run: Path) -> None:
+def test_a_port_in_use_is_a_problem_and_training_goes_on(model: Decoder, run: Path) -> None:
+    """A restarted job must not die of the scraper's port."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError) as error:
-            attnwatch.watch(model, run=run, prometheus=port)
-    assert str(error.value) == (
-        f"prometheus: expected a free port, found 127.0.0.1:{port} (Address already in use); pass prometheus=0 to let "
-        "the system pick; an earlier monitor of this process may hold it until its monitor.close()"
-    )
-    assert not run.exists()
+        with attnwatch.watch(model, run=run, prometheus=port, report=False) as monitor:
+            forward(model)
+            monitor.step(loss=1.5)
+            assert monitor.metrics_port is None
+    assert [(problem.where, problem.text) for problem in open_run(run).problems] == [
+        (
+            "prometheus",
+            f"expected a free port, found 127.0.0.1:{port} (Address already in use); pass prometheus=0 to let the "
+            "system pick; an earlier monitor of this process may hold it until its monitor.close()",
+        )
+    ]
+    assert open_run(run).steps.tolist() == [0]
 
 
 def test_the_port_answers_until_close(model: Decoder, run: Path) -> None:
