@@ -17,17 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnwatch.monitor.alerts import Alert
-from attnwatch.monitor.records import Layout, Segment, read_segment, segment_name
+from attnwatch.monitor.card import card
+from attnwatch.monitor.frames import frame
+from attnwatch.monitor.lines import WRONG, Column, Mark, Piece, columns_of, read_lines, scalars_of
+from attnwatch.monitor.records import Layout, Segment, ordinary, read_segment, segment_name
 from attnwatch.monitor.sample import Coverage, Metric, Problem, Sample, UsageError
 
 FORMAT = 1
 HEADER, SAMPLES, SCALARS, EVENTS = "run.json", "samples", "scalars.jsonl", "events.jsonl"
+LOWEST, HIGHEST, THINNED = "lowest", "highest", "thinned"
 Plain = TypeVar("Plain", Alert, Coverage, Metric, Problem)
 _SEGMENT_NAME = re.compile(r"rank00000-(\d{6,})\.awlog")
 
 
 class Run:
-    """One run as it was when it was opened; open it again to see more of a live one.
+    """One run as it was when it was opened; open it again to see more of a live one (`open_run(path, before=run)`).
 
     path: the directory. header: run.json as it stands. rules: as plain dicts. ended: whether it was closed in order.
     metrics, layers (names) and heads (the widest layer's): the axes of `metric`. steps, times (unix seconds), seconds
@@ -48,8 +52,11 @@ class Run:
     resumed: dict[str, Any] | None
     ended: bool
 
-    def __init__(self, path: Path, header: dict[str, Any], numbers: list[int]) -> None:
-        """numbers: the segments, listed before `header` was read, so that it describes all of them."""
+    def __init__(self, path: Path, header: dict[str, Any], numbers: list[int], before: Run | None = None) -> None:
+        """numbers: the segments, listed before `header` was read, so that it describes all of them.
+
+        before: the same run as it was opened earlier: its samples and scalars are not read again.
+        """
         self.path, self.header = path, header
         self.metrics = tuple(_plain(Metric, metric) for metric in header["metrics"])
         self.rules = tuple(dict(rule) for rule in header.get("rules", ()))
@@ -58,15 +65,20 @@ class Run:
         self.heads = max((layout.heads for layout in layouts), default=0)
         self._reported: list[Problem] = []
         self._unreadable: list[Problem] = []
-        self._scalars: dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]] = {}
+        self._verified: dict[int, NDArray[np.bool_]] = {} if before is None else dict(before._verified)
         self._segments = list(self._read_segments(numbers, layouts))
         self._index_samples()
-        self._read_scalars()
+        self._read_scalars(before)
         self._read_events()
 
     @property
     def problems(self) -> tuple[Problem, ...]:
         return (*self._reported, *self._unreadable)
+
+    @property
+    def is_thinned(self) -> bool:
+        """Whether samples are left out of it (`attnwatch thin`)."""
+        return THINNED in self.header
 
     @property
     def scalar_names(self) -> tuple[str, ...]:
@@ -81,33 +93,90 @@ class Run:
 
     def metric(self, name: str) -> NDArray[np.float32]:
         """`[S, L, H]` of one metric, NaN where not measured. Raises UsageError with the names that exist."""
-        names = [metric.name for metric in self.metrics]
-        if name not in names:
-            raise _unknown("metric", name, names)
+        index = self._index_of(name)
         column = {layer: number for number, layer in enumerate(self.layers)}
         values = np.full((len(self.steps), len(self.layers), self.heads), np.nan, np.float32)
         for number, segment in enumerate(self._segments):
             here = np.flatnonzero(self._segment_of == number)
             layers = [column[layer] for layer in segment.layout.layers]
-            measured = segment.records["values"][self._row_of[here], names.index(name)]
+            measured = segment.records["values"][self._row_of[here], index]
             values[here[:, None], layers, : segment.layout.heads] = measured
         return values
 
-    def iter_samples(self) -> Iterator[Sample]:
-        """The samples as they were recorded, in order of step: each with the layers known at its time."""
-        metrics = tuple(metric.name for metric in self.metrics)
-        for number, row in zip(self._segment_of, self._row_of, strict=True):
-            layout, record = self._segments[number].layout, self._segments[number].records[row]
-            step, time, seconds = int(record["step"]), float(record["time"]), float(record["seconds"])
-            yield Sample(step, time, metrics, layout.layers, np.array(record["values"], np.float32), seconds)
+    def envelope(self, name: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Two of `[S, L, H]`: least and largest of one metric over the samples that each sample stands for.
+
+        Both are `metric(name)` unless the run is thinned. Raises UsageError with the names that exist.
+        """
+        bounds = self.metric(name), self.metric(name)
+        for bound, folder in zip(bounds, (LOWEST, HIGHEST) if self.is_thinned else (), strict=False):
+            groups = open_run(self.path / folder)
+            here = np.searchsorted(self.steps, groups.steps)
+            layers = [self.layers.index(layer) for layer in groups.layers]
+            bound[here[:, None], layers, : groups.heads] = groups.metric(name)
+        return bounds
+
+    def history(self, name: str, layer: str, head: int) -> NDArray[np.float32]:
+        """`[S]` of one metric of one head, NaN where not measured: reads no other head's numbers. Raises UsageError
+        with the metrics that exist."""
+        index = self._index_of(name)
+        values = np.full(len(self.steps), np.nan, np.float32)
+        for number, segment in enumerate(self._segments):
+            if layer in segment.layout.layers and head < segment.layout.heads:
+                here = np.flatnonzero(self._segment_of == number)
+                place = segment.layout.layers.index(layer)
+                values[here] = segment.records["values"][self._row_of[here], index, place, head]
+        return values
+
+    def iter_samples(self, first: int = 0) -> Iterator[Sample]:
+        """The samples as they were recorded, in order of step: each with the layers known at its time.
+
+        first: how many to leave out at the beginning.
+        """
+        return map(self._sample, range(first, len(self.steps)))
 
     def iter_scalars(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Step and numbers of each line that was there when the run was opened, in the order they were recorded."""
-        for number, line in self._lines(SCALARS):
-            if number > self._scalar_lines:
+        for piece in self._pieces(SCALARS):
+            for line in piece.lines[: self._scalars_read.lines - piece.first + 1]:
+                with suppress(*WRONG):  # named in `problems`
+                    yield scalars_of(line)
+            if piece.end >= self._scalars_read:
                 return
-            with suppress(KeyError, TypeError, ValueError, OverflowError):  # named in `problems`
-                yield _scalars(line)
+
+    @property
+    def last(self) -> Sample | None:
+        """The newest sample; None before the first."""
+        return self._sample(len(self.steps) - 1) if len(self.steps) else None
+
+    def to_pandas(self, what: str = "samples") -> Any:
+        """A `pandas.DataFrame` (extra `pandas`).
+
+        what: "samples": a row for each head at each sampled step (`step`, `layer`, `head`, then every metric; NaN where
+        not measured, no row where nothing was). "scalars": a row for each step that passed some, NaN for the others.
+        "alerts": a row for each, with the fields of `Alert`.
+        Raises UsageError for another `what`, ImportError without pandas.
+        """
+        return frame(self, what)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        steps = f"steps {self.steps[0]} to {self.steps[-1]}, " if len(self.steps) else ""
+        now = f"{len(self.steps)} samples, {steps}{'ended' if self.ended else 'not ended'}, in {self.path}"
+        return card("attnwatch run", now, self.coverage, self.alerts, self.last, self.problems)
+
+    def _sample(self, index: int) -> Sample:
+        segment = self._segments[self._segment_of[index]]
+        record = segment.records[self._row_of[index]]
+        step, time, seconds = int(record["step"]), float(record["time"]), float(record["seconds"])
+        metrics, values = tuple(metric.name for metric in self.metrics), np.array(record["values"], np.float32)
+        return Sample(step, time, metrics, segment.layout.layers, values, seconds)
+
+    def _index_of(self, name: str) -> int:
+        names = [metric.name for metric in self.metrics]
+        if name not in names:
+            raise _unknown("metric", name, names)
+        return names.index(name)
 
     def _read_segments(self, numbers: list[int], layouts: list[Layout]) -> Iterator[Segment]:
         step = 0
@@ -119,10 +188,12 @@ class Run:
             try:
                 if layout is None:
                     raise OSError(0, f"no layout in {HEADER} describes it")
-                segment = read_segment(self.path / SAMPLES / name, len(self.metrics), layout)
+                path, verified = self.path / SAMPLES / name, self._verified.get(number)
+                segment = read_segment(path, len(self.metrics), layout, verified)
             except OSError as error:
                 self._cannot_read(f"{SAMPLES}/{name}", f"cannot be read: {error.strerror}", step)
                 continue
+            self._verified[number] = segment.good
             steps = segment.records["step"].tolist()
             for row, good in enumerate(segment.good):
                 if good:
@@ -137,32 +208,50 @@ class Run:
     def _index_samples(self) -> None:
         """Where the record of each step is: `_segment_of [S]`, `_row_of [S]`."""
         rows = [np.flatnonzero(segment.good) for segment in self._segments]
-        found = [segment.records[row] for segment, row in zip(self._segments, rows, strict=True)]
-        steps = _joined((records["step"] for records in found), np.int64)
+        found = list(zip(self._segments, rows, strict=True))
+        steps = _joined((segment.records["step"][row] for segment, row in found), np.int64)
         newest = _newest(steps)
         self.steps = steps[newest]
-        self.times = _joined((records["time"] for records in found), np.float64)[newest]
-        self.seconds = _joined((records["seconds"] for records in found), np.float32)[newest]
+        self.times = _joined((segment.records["time"][row] for segment, row in found), np.float64)[newest]
+        self.seconds = _joined((segment.records["seconds"][row] for segment, row in found), np.float32)[newest]
         self._row_of = _joined(rows, np.int64)[newest]
         self._segment_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])[newest]
 
-    def _read_scalars(self) -> None:
-        columns: dict[str, tuple[list[int], list[float]]] = {}
-        self._scalar_lines = step = 0
-        for number, line in self._lines(SCALARS):
-            self._scalar_lines = number
+    def _read_scalars(self, before: Run | None) -> None:
+        self._scalars: dict[str, Column] = {}
+        self._scalars_read = Mark()
+        if before is not None:
+            self._scalars, self._scalars_read = dict(before._scalars), before._scalars_read
+            self._unreadable += [problem for problem in before._unreadable if problem.where == SCALARS]
+        columns: dict[str, list[Column]] = {}
+        step = 0
+        for piece in self._pieces(SCALARS, self._scalars_read):
+            self._scalars_read = piece.end
+            lines = piece.lines
             try:
-                step, numbers = _scalars(line)
-            except (KeyError, TypeError, ValueError, OverflowError):
+                found = columns_of(lines)
+            except WRONG:
+                lines = self._sound(piece, step)
+                found = columns_of(lines)
+            for name, column in found.items():
+                columns.setdefault(name, []).append(column)
+            step = int(lines[-1]["step"]) if lines else step
+        for name, columns_found in columns.items():
+            known = [self._scalars[name]] if name in self._scalars else []
+            steps, values = map(np.concatenate, zip(*known, *columns_found, strict=True))
+            newest = _newest(steps)
+            self._scalars[name] = steps[newest], values[newest]
+
+    def _sound(self, piece: Piece, step: int) -> list[dict[str, Any]]:
+        """The lines that are steps with their numbers; the others are named. step: the last one before the piece."""
+        sound = []
+        for number, line in enumerate(piece.lines, piece.first):
+            try:
+                step, _ = scalars_of(line)
+                sound.append(line)
+            except WRONG:
                 self._cannot_read(SCALARS, f"line {number} is no step with its numbers, left out", step)
-                continue
-            for name, value in numbers.items():
-                steps, values = columns.setdefault(name, ([], []))
-                steps.append(step)
-                values.append(value)
-        for name, (steps, values) in columns.items():
-            newest = _newest(np.array(steps))
-            self._scalars[name] = np.array(steps, np.int64)[newest], np.array(values, np.float64)[newest]
+        return sound
 
     def _read_events(self) -> None:
         alerts: dict[tuple[str, str, int], Alert] = {}
@@ -196,27 +285,27 @@ class Run:
         self.coverages, self.unmeasured = tuple(coverages), tuple(unmeasured)
 
     def _lines(self, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Number and content of each whole line. What follows the last newline is still being written."""
+        """Number and content of each whole line; {} for what is no JSON object."""
+        for piece in self._pieces(name):
+            yield from enumerate(piece.lines, piece.first)
+
+    def _pieces(self, name: str, after: Mark = Mark()) -> Iterator[Piece]:  # noqa: B008 (a tuple)
         try:
-            lines = (self.path / name).read_bytes().split(b"\n")[:-1]
+            yield from read_lines(self.path / name, after)
         except OSError as error:
             self._cannot_read(name, f"cannot be read: {error.strerror}", 0)
-            return
-        for number, text in enumerate(lines, 1):
-            try:
-                line = json.loads(text.decode())
-            except (ValueError, RecursionError):
-                line = None
-            yield number, line if isinstance(line, dict) else {}
 
     def _cannot_read(self, where: str, text: str, step: int) -> None:
-        self._unreadable.append(Problem(step, where, text))
+        problem = Problem(step, where, text)
+        if problem not in self._unreadable:  # an earlier reading may have said so
+            self._unreadable.append(problem)
 
 
-def open_run(path: str | PathLike[str]) -> Run:
+def open_run(path: str | PathLike[str], *, before: Run | None = None) -> Run:
     """The run in a directory (or its run.json), also while it is being written.
 
     Verifies every checksum once, here (about 1 s a GB); values stay on disk until `Run.metric` asks for them.
+    before: this run as it was opened earlier; only what came since is read.
     Raises UsageError when there is no run, or none that this version can read.
     """
     folder = as_path(path, "a run")
@@ -228,8 +317,10 @@ def open_run(path: str | PathLike[str]) -> Run:
         names = []  # the header says better what is wrong
     numbers = sorted(int(name[1]) for name in names if name)
     header = _read_header(folder)
+    if before is not None and {**before.header, "layouts": ()} != {**header, "layouts": ()}:
+        before = None  # another run took its place
     try:
-        return Run(folder, header, numbers)
+        return Run(folder, header, numbers, before)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise _unreadable(folder, f"{type(error).__name__}: {error}") from error
 
@@ -247,6 +338,7 @@ def as_path(given: object, what: str) -> Path:
 
 def _read_header(folder: Path) -> dict[str, Any]:
     try:
+        ordinary(folder / HEADER)
         header = json.loads((folder / HEADER).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         found = f"a directory without {HEADER}" if folder.is_dir() else "a file" if folder.exists() else "nothing"
@@ -281,13 +373,10 @@ def _joined(parts: Iterable[NDArray[Any]], kind: type[Any]) -> NDArray[Any]:
 
 def _newest(steps: NDArray[np.int64]) -> NDArray[np.int64]:
     """Index of the last record of each step, in order of step."""
+    if (steps[1:] > steps[:-1]).all():
+        return np.arange(len(steps))
     _, from_the_end = np.unique(steps[::-1], return_index=True)
     return (len(steps) - 1 - from_the_end).astype(np.int64)
-
-
-def _scalars(line: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-    numbers = {name: float(value) for name, value in line.items() if name != "step"}
-    return int(np.int64(line["step"])), numbers
 
 
 def _alert(line: Mapping[str, Any]) -> Alert:

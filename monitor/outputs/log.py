@@ -19,17 +19,22 @@ _NAMED = 8
 
 
 class LogOutput:
-    """Logs to "attnwatch": alerts that fire or resolve, new problems, and once how much is covered."""
+    """Logs to "attnwatch": alerts that fire or resolve, problems, another interval, and once how much is covered."""
 
     def __init__(self) -> None:
         self._covered = False
         self._problems: set[Problem] = set()
+        self._interval = 0
 
     def write(self, update: Update) -> None:
         if update.samples and not self._covered:
             self._covered = True
             verified = all(layer.state == "verified" for layer in update.coverage) and update.coverage
             _log(logging.INFO if verified else logging.WARNING, coverage_line(update.coverage))
+        if self._interval not in (0, update.interval):
+            now = f"sampling every {update.interval} steps now, at {update.share:.1%} of the time"
+            _log(logging.INFO, now)
+        self._interval = update.interval
         for problem in update.problems:
             if problem not in self._problems:
                 self._problems.add(problem)
@@ -85,10 +90,10 @@ def status(now: str, coverage: tuple[Coverage, ...], alerts: Iterable[Alert], pr
 
 
 def _log(level: int, text: str) -> None:
-    LOG.log(level, "attnwatch: %s", _one_line(text))
+    LOG.log(level, "attnwatch: %s", one_line(text))
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """Line breaks, terminal escapes and other unprintable characters of a hostile name, written out."""
     if text.isprintable():
         return text

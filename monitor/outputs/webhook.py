@@ -1,0 +1,161 @@
+"""Alerts posted to an address: as an Alertmanager posts them, or as a chat message.
+
+The address is a secret: it comes from an environment variable, and no log, report, error or `repr` shows it or a part
+of it. Nothing else is sent to, neither a redirect's target nor a proxy that the environment may name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import time
+from base64 import b64encode
+from collections.abc import Callable
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any, NamedTuple
+from urllib.parse import SplitResult, unquote, urlsplit
+
+import attnwatch
+from attnwatch.monitor.alerts import SEVERITIES, Alert
+from attnwatch.monitor.outputs.courier import Courier, Undelivered
+from attnwatch.monitor.outputs.notices import alertmanager, discord, identity, news, slack
+from attnwatch.monitor.sample import Update, UsageError
+
+STYLES = ("alertmanager", "slack", "discord")
+LONGEST_WAIT = 30.0
+"""Seconds between two tries, whatever the receiver asks for."""
+
+
+class Answer(NamedTuple):
+    """Status, and the seconds that the receiver asks to wait."""
+
+    status: int
+    wait: float
+
+
+class WebhookOutput:
+    """Posts the alerts that fired or resolved, one request an update; an output for `watch(outputs=[...])`.
+
+    env: name of the environment variable that holds the address, http or https. style: "alertmanager" (its webhook
+    JSON, version 4), "slack" or "discord". min_severity: milder alerts are not posted. timeout: seconds for connecting
+    and for every read. tries: at most so many for one request; a status 408, 429 or 5xx and a failing connection are
+    tried again after `backoff` seconds, twice as long each time. patience: seconds that `close` waits.
+
+    Requests leave from a thread of their own; what cannot be delivered is dropped and named as a problem.
+    Raises UsageError.
+    """
+
+    quick = True  # a courier carries the requests
+
+    def __init__(
+        self,
+        env: str = "ATTNWATCH_WEBHOOK",
+        style: str = "alertmanager",
+        min_severity: str = "warning",
+        *,
+        timeout: float = 10.0,
+        tries: int = 5,
+        backoff: float = 1.0,
+        patience: float = 10.0,
+    ) -> None:
+        if style not in STYLES:
+            raise UsageError(f"expected style to be one of {', '.join(STYLES)}, found {style!r}")
+        if min_severity not in SEVERITIES:
+            raise UsageError(f"expected min_severity to be one of {', '.join(SEVERITIES)}, found {min_severity!r}")
+        self._post = _sender(env, timeout)
+        self._style, self._min_severity = style, min_severity
+        self._tries, self._backoff, self._patience = tries, backoff, patience
+        self._made = time.time()
+        self._began: dict[tuple[str, str, int], float] = {}
+        self._courier = Courier(self._deliver, "attnwatch-webhook")
+
+    def write(self, update: Update) -> str | None:
+        """Hands over what fired or resolved; tells what could not be delivered since the last time."""
+        alerts = news(update, self._min_severity)
+        if alerts:
+            self._courier.take(json.dumps(self._body(alerts, update.run.name), allow_nan=False).encode())
+        return self._courier.complaint()
+
+    def close(self) -> None:
+        """Waits until the last alert is out, at most `patience` seconds. Raises Undelivered when it is not."""
+        self._courier.close(self._patience)
+
+    def _body(self, alerts: list[Alert], run: str) -> Any:
+        if self._style == "slack":
+            return slack(alerts, run)
+        if self._style == "discord":
+            return discord(alerts, run)
+        now = time.time()
+        for alert in alerts:
+            # One that fired in an earlier process began before this one did.
+            self._began.setdefault(identity(alert), now if alert.state == "firing" else self._made)
+        body = alertmanager(alerts, run, self._began, now)
+        for alert in alerts:
+            if alert.state == "resolved":
+                del self._began[identity(alert)]
+        return body
+
+    def _deliver(self, body: bytes) -> None:
+        wait = self._backoff
+        for left in reversed(range(self._tries)):
+            try:
+                answer = self._post(body)
+            except (OSError, HTTPException) as error:  # their texts may hold a part of the address
+                answer, found = Answer(0, 0), type(error).__name__
+            else:
+                found = f"the receiver answered {answer.status}"
+            if 200 <= answer.status < 300:
+                return
+            may_pass = answer.status in (0, 408, 429) or answer.status >= 500
+            if not may_pass or not left:
+                raise Undelivered(f"an alert could not be delivered: {found}")
+            time.sleep(min(max(wait, answer.wait), LONGEST_WAIT))
+            wait *= 2
+
+
+def _sender(env: str, timeout: float) -> Callable[[bytes], Answer]:
+    """Posts to the address in `env`, which only the function itself knows. Raises UsageError."""
+    address = _address(env)
+    target = (address.path or "/") + (f"?{address.query}" if address.query else "")
+    headers = {"Content-Type": "application/json", "User-Agent": f"attnwatch/{attnwatch.__version__}"}
+    if address.username is not None:
+        pair = f"{unquote(address.username)}:{unquote(address.password or '')}"
+        headers["Authorization"] = f"Basic {b64encode(pair.encode()).decode()}"
+
+    def connect() -> HTTPConnection:
+        host = address.hostname or ""
+        if address.scheme == "http":
+            return HTTPConnection(host, address.port or 80, timeout=timeout)
+        return HTTPSConnection(host, address.port or 443, timeout=timeout, context=ssl.create_default_context())
+
+    def post(body: bytes) -> Answer:
+        with closing(connect()) as connection:
+            connection.request("POST", target, body, headers)
+            response = connection.getresponse()
+            wait = response.headers.get("Retry-After", "")
+            return Answer(response.status, float(wait) if wait.isdecimal() and wait.isascii() else 0.0)
+
+    return post
+
+
+def _address(env: str) -> SplitResult:
+    """What the environment variable says; an error never repeats it."""
+    text = os.environ.get(env, "").strip()
+    if not text:
+        raise UsageError(f"expected the webhook's address in the environment variable {env}, found nothing; export it")
+    wrong = UsageError(
+        f"expected {env} to be an http:// or https:// address, found something else (not shown, it is a secret); "
+        "export it again"
+    )
+    if not text.isascii() or not text.isprintable() or " " in text:
+        raise wrong
+    try:
+        address = urlsplit(text)
+        is_right = address.scheme in ("http", "https") and address.hostname and address.port != 0
+    except ValueError:  # its text holds the address
+        raise wrong from None
+    if not is_right:
+        raise wrong
+    return address
