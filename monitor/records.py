@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,13 +63,28 @@ def pack(sample: Sample) -> bytes:
     return record.tobytes()
 
 
-def read_segment(path: Path, metrics: int, layout: Layout) -> Segment:
-    """Maps a segment and verifies every checksum (about 1 s a GB). Raises OSError when it cannot be read."""
+def read_segment(path: Path, metrics: int, layout: Layout, verified: NDArray[np.bool_] | None = None) -> Segment:
+    """Maps a segment and verifies checksums (about 1 s a GB). Raises OSError when it cannot be read.
+
+    verified `[N]`: which of the first N records are known to be good; they are not read again.
+    """
     record = np.dtype(record_fields(metrics, len(layout.layers), layout.heads))
-    count, torn = divmod(path.stat().st_size, record.itemsize)
+    count, torn = divmod(ordinary(path).st_size, record.itemsize)
     if not count:  # an empty file cannot be mapped
         return Segment(layout, np.zeros(0, record), np.zeros(0, np.bool_), torn)
     records = np.memmap(path, record, "r", shape=(count,)).view(np.ndarray)
     checked = records.view(np.uint8).reshape(count, record.itemsize)[:, CHECKED_FROM:]
-    sums = np.fromiter((zlib.crc32(row) for row in checked), np.uint32, count)
-    return Segment(layout, records, (records["magic"] == MAGIC) & (records["crc32"] == sums), torn)
+    good = np.zeros(count, np.bool_)
+    if verified is not None:
+        good[: len(verified)] = verified[:count]
+    for row in np.flatnonzero(~good):
+        good[row] = records["magic"][row] == MAGIC and records["crc32"][row] == zlib.crc32(checked[row])
+    return Segment(layout, records, good, torn)
+
+
+def ordinary(path: Path) -> os.stat_result:
+    """Raises OSError for what is neither a file nor a directory: to open a pipe waits for somebody to write into it."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise OSError(errno.EINVAL, "no ordinary file", str(path))
+    return found
