@@ -12,7 +12,8 @@ from pathlib import Path
 from attnwatch.hooks.layers import METRICS
 from attnwatch.hooks.statistics import ATTENTION
 from attnwatch.monitor.conditions import FUNCTIONS
-from attnwatch.monitor.outputs.prometheus import SERIES, metric_series
+from attnwatch.monitor.outputs.alerting import JOB
+from attnwatch.monitor.outputs.exposition import SERIES, metric_series
 from attnwatch.monitor.rules import LAYER_FACTS, SAMPLE_FACTS, Rule, load_rules
 from attnwatch.monitor.sample import SCALARS, Metric
 
@@ -33,7 +34,7 @@ def metrics() -> str:
 
 def rules() -> str:
     def row(rule: Rule) -> Sequence[str]:
-        when = f"`{rule.when}`" + (f", at once `{rule.at_once}`" if rule.at_once else "")
+        when = f"`{' '.join(rule.when.split())}`" + (f", at once `{rule.at_once}`" if rule.at_once else "")
         unless = f"`{rule.unless}`" if rule.unless else ""
         return f"`{rule.name}`", rule.severity, when, unless, rule.scope, f"{rule.share:g}", f"{rule.hold}, {rule.keep}"
 
@@ -69,8 +70,16 @@ def series() -> str:
     )
 
 
+def alerting() -> str:
+    return _table(
+        ("alert", "severity", "fires when", "for", "kept for"),
+        ((f"`{rule.alert}`", rule.severity, f"`{rule.expr}`", rule.wait, rule.keep) for rule in JOB),
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "metrics": metrics, "rules": rules, "advice": advice, "functions": functions, "names": names, "series": series,
+    "alerting": alerting,
 }  # fmt: skip
 
 

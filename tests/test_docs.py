@@ -13,9 +13,11 @@ import pytest
 
 from attnwatch.hooks.layers import METRICS
 from attnwatch.monitor.conditions import parse
-from attnwatch.monitor.outputs.prometheus import SERIES
-from attnwatch.monitor.rules import Rule
-from attnwatch.monitor.sample import SCALARS
+from attnwatch.monitor.outputs.alerting import JOB, prometheus_rules
+from attnwatch.monitor.outputs.exposition import SERIES, head_series
+from attnwatch.monitor.outputs.prometheus import Prometheus
+from attnwatch.monitor.rules import Rule, load_rules
+from attnwatch.monitor.sample import SCALARS, Metric
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -79,18 +81,28 @@ def test_the_example_conditions_are_conditions() -> None:
 
 def test_every_series_that_the_page_speaks_of_exists() -> None:
     exist = {series.name for series in SERIES} | {f"attnwatch_{metric.name}" for metric in METRICS}
-    assert set(re.findall(r"attnwatch_\w+", read("prometheus.md"))) == exist
+    spoken = set(re.findall(r"attnwatch_\w+", read("prometheus.md")))
+    assert exist <= spoken
+    assert spoken - exist <= {head_series(Metric(*metric)).name for metric in METRICS}
 
 
-def test_prometheus_takes_the_alert_rules(program: Callable[[str], str], tmp_path: Path) -> None:
-    blocks = re.findall(r"^```yaml\n(.*?)^```$", read("prometheus.md"), re.DOTALL | re.MULTILINE)
-    scrape, alerts = blocks
-    (tmp_path / "alerts.yml").write_text(alerts)
-    (tmp_path / "prometheus.yml").write_text(f"rule_files: [alerts.yml]\n{scrape}")
+def test_every_option_of_the_exporter_is_explained_with_its_default() -> None:
+    table = read("prometheus.md").partition("| option |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) ?\| .+ \|$", table, re.MULTILINE)
+    shown = {None: "", "127.0.0.1": '`"127.0.0.1"`', False: "`False`", 15.0: "15", MISSING: ""}
+    expected = {field.name: shown.get(field.default, str(field.default)) for field in fields(Prometheus)}
+    assert dict(rows) == expected
+
+
+def test_prometheus_takes_the_configuration(program: Callable[[str], str], tmp_path: Path) -> None:
+    """With the rules that it speaks of."""
+    (config,) = re.findall(r"^```yaml\n(.*?)^```$", read("prometheus.md"), re.DOTALL | re.MULTILINE)
+    (tmp_path / "prometheus.yml").write_text(config)
+    (tmp_path / "attnwatch.yml").write_text(prometheus_rules(load_rules()))
     check = [program("promtool"), "check", "config", str(tmp_path / "prometheus.yml")]
     run = subprocess.run(check, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "4 rules found" in run.stdout
+    assert f"{len(load_rules()) + len(JOB)} rules found" in run.stdout
 
 
 @pytest.mark.parametrize("path", [ROOT / "README.md", *(DOCS / name for name in PAGES)], ids=lambda path: path.name)

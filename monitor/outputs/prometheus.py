@@ -1,248 +1,254 @@
-"""What a Prometheus server scrapes: the newest update, per metric and layer the statistics over the heads.
-
-A scrape is answered from arrays that are already there: training pays nothing between scrapes, and a layer or
-an alert that is gone leaves no stale series behind.
-"""
+"""What a Prometheus server scrapes: `/metrics` on a port of this process, and the file by which the server finds it."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import re
+import socket
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from errno import EADDRINUSE
-from math import isfinite
-from socket import SHUT_RDWR
-from socketserver import BaseRequestHandler, ThreadingTCPServer
-from threading import Thread
-from typing import Any, NamedTuple
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from errno import EADDRINUSE, EADDRNOTAVAIL
+from http.server import BaseHTTPRequestHandler
+from math import inf
+from pathlib import Path
+from socketserver import ThreadingTCPServer
+from threading import Event, Thread
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-import numpy as np
-from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry, MetricsHandler
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
-
-import attnwatch
-from attnwatch.monitor.alerts import SEVERITIES
-from attnwatch.monitor.sample import SCALARS, Metric, Sample, Update, UsageError, unproved
+from attnwatch.monitor.outputs.exposition import SERIES, Exposition
+from attnwatch.monitor.outputs.textfile import TextfileOutput, replace_file
+from attnwatch.monitor.sample import Metric, Update, UsageError
 
 LOG = logging.getLogger("attnwatch")
 
-
-class Series(NamedTuple):
-    """One exported name. type: "gauge" or "counter". labels: their names."""
-
-    name: str
-    type: str
-    labels: tuple[str, ...]
-    help: str
+_PICK = "pass prometheus=0 to let the system pick"
+_TAKEN = {"layer", "stat", "head", *(label for series in SERIES for label in series.labels)}
 
 
-SERIES = (
-    Series("attnwatch_info", "gauge", ("version",), "Always 1; the version of attnwatch that answers."),
-    Series("attnwatch_step", "gauge", (), "Newest training step."),
-    Series("attnwatch_sampled_step", "gauge", (), "Training step of the newest sample of the attention layers."),
-    Series("attnwatch_loss", "gauge", (), "Newest training loss, as the trainer passed it."),
-    Series("attnwatch_grad_norm", "gauge", (), "Newest gradient norm, as the trainer passed it."),
-    Series("attnwatch_lr", "gauge", (), "Newest learning rate, as the trainer passed it."),
-    Series("attnwatch_scalar", "gauge", ("name",), "Newest value of any other scalar that the trainer passed."),
-    Series(
-        "attnwatch_loss_nonfinite",
-        "gauge",
-        (),
-        "1 while the newest loss is NaN or infinite, else 0; in PromQL no comparison with NaN is true.",
-    ),
-    Series(
-        "attnwatch_alerts_firing",
-        "gauge",
-        ("severity",),
-        "Alerts that are firing now; 0 is exported too, so that an absent series means a dead exporter.",
-    ),
-    Series(
-        "attnwatch_alert_state",
-        "gauge",
-        ("rule", "severity", "place"),
-        "State of each alert this run has had: 0 resolved, 1 pending, 2 firing.",
-    ),
-    Series("attnwatch_layers", "gauge", ("state",), "Attention layers by state of coverage."),
-    Series(
-        "attnwatch_layer_coverage",
-        "gauge",
-        ("layer", "state"),
-        "Always 1; the layer's state: verified, logits_only (no spectrum) or uncovered (nothing is known).",
-    ),
-    Series("attnwatch_problems", "gauge", (), "Problems of the watching itself so far; training goes on."),
-    Series("attnwatch_problem", "gauge", ("where",), "Problems of the watching itself so far, by place."),
-    Series("attnwatch_samples_total", "counter", (), "Samples of the attention layers taken by this run."),
-    Series("attnwatch_sampling_seconds_total", "counter", (), "Time that taking those samples cost training."),
-)
-"""Every name beside the metrics. A metric `m` is the gauge `attnwatch_m` with labels `layer` and `stat`."""
+@dataclass(frozen=True)
+class Prometheus:
+    """How a run can be scraped. Raises UsageError. Plain numbers, texts and absolute paths once it is made.
 
-_FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-_ALERT_STATES = {"resolved": 0, "pending": 1, "firing": 2}
+    port: 0 lets the system pick; None: no port. host: whom to listen to; the default is this machine alone, and there
+        is neither encryption nor a password: put a proxy that has them before any other.
+    per_head: single heads too, the first `max_heads` of them, layer by layer.
+    file_sd: a target file to keep for Prometheus' `file_sd_configs` while the run goes on (`NAME.json`).
+    textfile: a file to keep for node_exporter's textfile collector (`NAME.prom`), for hosts without a port.
+        Of several ranks (WORLD_SIZE in the environment) each puts its own number into these two names.
+    registry: put the series into prometheus_client's default registry too, which the trainer serves by itself.
+    labels: more labels of this run, beside `rank` (RANK in the environment); in the target file and the textfile.
+    linger: at most so many seconds `close` waits for a last scrape: the interval of your server.
+    """
 
-Row = tuple[tuple[str, ...], float]
-"""Label values and value of one series."""
+    port: int | None = 9464
+    host: str = "127.0.0.1"
+    per_head: bool = False
+    max_heads: int = 1024
+    file_sd: str | os.PathLike[str] | None = None
+    textfile: str | os.PathLike[str] | None = None
+    registry: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
+    linger: float = 15.0
+
+    def __post_init__(self) -> None:
+        if self.port is not None and (type(self.port) is not int or not 0 <= self.port <= 65535):
+            raise UsageError(f"prometheus: expected a port from 0 to 65535, found {self.port!r}; {_PICK}")
+        if self.port is None and ((self.textfile is None and not self.registry) or self.file_sd is not None):
+            raise UsageError(
+                "prometheus: expected a port, found none; without one there can be textfile= and registry=, no file_sd="
+            )
+        is_number = isinstance(self.linger, int | float) and not isinstance(self.linger, bool)
+        for name, is_valid, expected in (
+            ("host", isinstance(self.host, str) and self.host, "an address of this machine, or 0.0.0.0 for all"),
+            ("per_head", isinstance(self.per_head, bool), "True or False"),
+            ("max_heads", type(self.max_heads) is int and self.max_heads >= 1, "a whole number of at least 1"),
+            ("registry", isinstance(self.registry, bool), "True or False"),
+            ("file_sd", _is_path(self.file_sd, ".json"), "a path that ends in .json"),
+            ("textfile", _is_path(self.textfile, ".prom"), "a path that ends in .prom"),
+            ("labels", isinstance(self.labels, Mapping) and all(map(_is_label, self.labels.items())),
+             "texts by label name, and other names than the series' own"),
+            ("linger", is_number and 0 <= self.linger <= 600, "seconds from 0 to 600"),
+        ):  # fmt: skip
+            if not is_valid:
+                raise UsageError(
+                    f"prometheus: expected {name} to be {expected}, found {repr(getattr(self, name))[:60]}"
+                )
+        for name in ("file_sd", "textfile"):
+            path = getattr(self, name)
+            object.__setattr__(self, name, None if path is None else os.path.abspath(path))
+        object.__setattr__(self, "labels", dict(self.labels))
+
+    @property
+    def heads(self) -> int | None:
+        """How many heads are exported one by one; None: none."""
+        return self.max_heads if self.per_head else None
 
 
-def metric_series(metric: Metric) -> Series:
-    """The exported name of a metric: per layer the "min", "mean" and "max" over its heads, NaN left out."""
-    return Series(f"attnwatch_{metric.name}", "gauge", ("layer", "stat"), metric.help)
+class Exporter(Protocol):
+    """An output that can also be given up before the run begins."""
+
+    def write(self, update: Update) -> None: ...
+
+    def close(self) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+def prometheus_settings(given: object) -> Prometheus | None:
+    """What `watch` takes: a port, `Prometheus(...)` or None. Raises UsageError."""
+    return given if given is None or isinstance(given, Prometheus) else Prometheus(port=given)  # type: ignore[arg-type]
+
+
+def prometheus_outputs(metrics: Sequence[Metric], settings: Prometheus | None) -> tuple[list[Exporter], list[str]]:
+    """The outputs that could be had; and what could not, a line each: training goes on without it."""
+    outputs: list[Exporter] = []
+    refused: list[str] = []
+    if settings is None:
+        return outputs, refused
+    rank = os.environ.get("RANK")
+    labels = {**({} if rank is None else {"rank": rank}), **settings.labels}
+    if settings.port is not None:
+        with _noted(refused):
+            server = PrometheusOutput(metrics, settings)
+            outputs.append(server)
+            if settings.file_sd is not None:
+                server.announce(_of_rank(settings.file_sd), labels)
+    if settings.textfile is not None:
+        with _noted(refused):
+            file = _of_rank(settings.textfile)
+            outputs.append(TextfileOutput(metrics, file, settings.heads, labels, settings.linger))
+    if settings.registry:
+        from attnwatch.monitor.outputs.registry import RegistryOutput  # 50 ms that nobody else has to wait for
+
+        with _noted(refused):
+            outputs.append(RegistryOutput(metrics, settings.heads))
+    return outputs, refused
 
 
 class PrometheusOutput:
     """Serves `http://host:port/metrics` from a thread until `close`.
 
-    port: 0 lets the system pick one; the attribute `port` is the real one. Raises UsageError when there is none.
+    The attribute `port` is the real one where 0 was asked for. Raises UsageError where the port cannot be had.
     """
 
-    def __init__(self, metrics: Sequence[Metric], port: int, host: str = "127.0.0.1") -> None:
-        self._collector = _Collector(metrics)
-        registry = CollectorRegistry()
-        registry.register(self._collector)
-        self._server = _listen(host, port, _Handler.factory(registry))
+    def __init__(self, metrics: Sequence[Metric], settings: Prometheus) -> None:
+        self._exposition = Exposition(metrics, settings.heads)
+        self._server = _listen(settings.host, settings.port or 0, self._exposition)
+        self._linger = settings.linger
+        self._target: tuple[Path, bytes] | None = None
+        self._closed = False
         self.port: int = self._server.server_address[1]
         self._thread = Thread(target=self._server.serve_forever, args=(0.1,), name="attnwatch-prometheus", daemon=True)
         self._thread.start()
 
+    def announce(self, path: Path, labels: Mapping[str, str]) -> None:
+        """Write the target file, which `close` removes. Raises UsageError."""
+        host = str(self._server.server_address[0])
+        host = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        labels = {"instance": path.stem, **labels}  # the same after a restart on another port
+        content = json.dumps([{"targets": [f"{host}:{self.port}"], "labels": labels}]).encode()
+        try:
+            replace_file(path, content)
+        except OSError as error:
+            raise UsageError(
+                f"expected a target file to write, found {str(path)!r} ({error.strerror or error}); "
+                "pass file_sd= a path in a directory that Prometheus reads"
+            ) from None
+        self._target = path, content
+
     def write(self, update: Update) -> None:
         """The next scrape sees this update."""
-        self._collector.write(update)
+        self._exposition.write(update)
 
     def close(self) -> None:
-        """Frees the port; safe to call twice."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            # A forked data-loading worker holds a copy of this socket: closing ours alone leaves it listening.
-            with suppress(OSError):  # macOS does not know how
-                self._server.socket.shutdown(SHUT_RDWR)
+        """Tells that the run is finished, waits until that was scraped, and frees the port. Safe to call twice.
+
+        Waits at most `linger` seconds, and only if anybody has scraped of late.
+        """
+        if self._closed:
+            return
+        self._exposition.finish()
+        try:
+            if time.monotonic() - self._server.scraped < 2 * self._linger:
+                self._server.told_end.wait(self._linger)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Close at once, as if there had been no run."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._target is not None:
+            path, content = self._target
+            with suppress(OSError):
+                if path.read_bytes() == content:  # else it is that of a run that took over
+                    path.unlink()
+        self._server.shutdown()
+        # A forked data-loading worker holds a copy of this socket: closing ours alone leaves it listening.
+        with suppress(OSError):  # macOS does not know how
+            self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.server_close()
         self._thread.join()
 
 
-class _Collector:
-    """The newest update as metric families; `write` swaps one reference, so a scrape sees one whole update."""
-
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._metrics = [(metric.name, metric_series(metric)) for metric in metrics]
-        self._held = frozenset(metric.name for metric in metrics if metric.merge == "last")
-        self._newest: tuple[Update, Sample | None] | None = None
-
-    def write(self, update: Update) -> None:
-        sample = update.sample
-        if self._newest is not None and sample is not None:
-            before, held = self._newest
-            if sample is before.sample and update.coverage is before.coverage:
-                sample = held
-            elif held is not None:
-                sample = _carry(sample, held, self._held, unproved(update.coverage))
-        self._newest = update, sample
-
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        newest = self._newest
-        rows: dict[str, Iterable[Row]] = {
-            "attnwatch_info": [((attnwatch.__version__,), 1)],
-            "attnwatch_alerts_firing": [((severity,), 0) for severity in SEVERITIES],
-        }
-        if newest is not None:
-            rows |= _run_rows(newest[0])
-        for series in SERIES:
-            yield from _family(series, rows.get(series.name, ()))
-        if newest is not None and newest[1] is not None:
-            for name, series in self._metrics:
-                yield from _family(series, _head_rows(newest[1], name))
+def _zipped(pieces: Iterable[bytes]) -> bytes:
+    """Piece by piece: zlib lets go of the GIL, so that a trainer waits for one family of series, not for all."""
+    zipper = zlib.compressobj(level=1, wbits=31)  # 31: gzip's format. Level 9 takes ten times as long.
+    return b"".join([*map(zipper.compress, pieces), zipper.flush()])
 
 
-def _family(series: Series, rows: Iterable[Row]) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-    family = _FAMILIES[series.type](series.name, series.help, labels=series.labels)
-    for labels, value in rows:
-        # A lone surrogate in a layer's name has no UTF-8 form and would fail the whole scrape.
-        family.add_metric([text.encode("utf-8", "backslashreplace").decode() for text in labels], value)
-    if family.samples:
-        yield family
-
-
-def _run_rows(update: Update) -> dict[str, list[Row]]:
-    """The rows of `SERIES` that an update fills."""
-    scalars = update.scalars
-    firing = Counter(alert.severity for alert in update.alerts if alert.state == "firing")
-    states = Counter(layer.state for layer in update.coverage)
-    problems = Counter(problem.where for problem in update.problems)
-    # Oldest first: an alert that came back overwrites its resolved past.
-    alerts = {(a.rule, a.severity, a.place): _ALERT_STATES[a.state] for a in update.alerts}
-    rows: dict[str, list[Row]] = {
-        "attnwatch_step": [((), update.step)],
-        "attnwatch_scalar": [((name,), value) for name, value in scalars.items() if name not in SCALARS],
-        "attnwatch_alerts_firing": [((level,), firing[level]) for level in SEVERITIES],
-        "attnwatch_alert_state": list(alerts.items()),
-        "attnwatch_layers": [((state,), states[state]) for state in ("verified", "logits_only", "uncovered")],
-        "attnwatch_layer_coverage": [((layer.name, layer.state), 1) for layer in update.coverage],
-        "attnwatch_problems": [((), len(update.problems))],
-        "attnwatch_problem": [((where,), count) for where, count in problems.items()],
-        "attnwatch_samples_total": [((), update.samples)],
-        "attnwatch_sampling_seconds_total": [((), update.seconds)],
-    }
-    rows |= {f"attnwatch_{name}": [((), scalars[name])] for name in SCALARS if name in scalars}
-    if "loss" in scalars:
-        rows["attnwatch_loss_nonfinite"] = [((), not isfinite(scalars["loss"]))]
-    if update.sample is not None:
-        rows["attnwatch_sampled_step"] = [((), update.sample.step)]
-    return rows
-
-
-def _head_rows(sample: Sample, metric: str) -> Iterator[Row]:
-    """min, mean and max over the heads of every layer that has a value (infinite ones count)."""
-    if metric not in sample.metrics:
-        return
-    values = sample[metric].astype(np.float64)
-    seen = ~np.isnan(values)
-    count = seen.sum(axis=1)
-    lowest = values.min(axis=1, initial=np.inf, where=seen)
-    highest = values.max(axis=1, initial=-np.inf, where=seen)
-    with np.errstate(invalid="ignore"):  # +inf and -inf in one layer have no mean
-        mean = values.sum(axis=1, where=seen) / np.maximum(count, 1)
-    for i in np.flatnonzero(count):
-        layer = sample.layers[i]
-        yield (layer, "min"), lowest[i]
-        yield (layer, "mean"), mean[i]
-        yield (layer, "max"), highest[i]
-
-
-def _carry(sample: Sample, before: Sample, held: frozenset[str], unproved: frozenset[str]) -> Sample:
-    """`sample` with the `held` metrics that it did not measure taken from `before`, if their heads are the same.
-
-    Not those of `unproved` layers.
-    """
-    same = sample.metrics == before.metrics and sample.layers == before.layers
-    if not same or sample.values.shape != before.values.shape:
-        return sample
-    is_held = np.array([name in held for name in sample.metrics])[:, None, None]
-    holds = is_held & np.array([layer not in unproved for layer in sample.layers])[:, None]
-    values: NDArray[np.float32] = np.where(holds & np.isnan(sample.values), before.values, sample.values)
-    return Sample(sample.step, sample.time, sample.metrics, sample.layers, values, sample.seconds)
-
-
-class _Handler(MetricsHandler):
-    """The library's handler, which would answer any path."""
-
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
     timeout = 30  # seconds; an idle or stuck client's thread ends
 
-    def do_GET(self) -> None:  # noqa: N802 (the name http.server calls)
-        if urlsplit(self.path).path == "/metrics":
-            super().do_GET()
-        else:
+    def do_GET(self) -> None:
+        if urlsplit(self.path).path != "/metrics":
             self.send_error(404, explain="The metrics are at /metrics.")
+            return
+        self.server.scraped = time.monotonic()
+        exposition = self.server.exposition
+        is_end = exposition.finished  # asked before rendering: then the text says so too
+        families = (family.encode() for family in exposition.text())
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+        if "gzip" in self.headers.get("Accept-Encoding", ""):
+            self.send_header("Content-Encoding", "gzip")
+            body = _zipped(families)
+        else:
+            body = b"".join(families)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        if is_end:
+            self.server.told_end.set()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are no news."""
 
 
 class _Server(ThreadingTCPServer):
-    """A thread per client, so that a slow one holds up nobody."""
+    """A thread per client, so that a slow one holds up nobody. scraped: when last asked, by the monotonic clock."""
 
     # Not HTTPServer: that one looks up the host's name at start, which takes seconds where DNS is broken.
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 64
+
+    def __init__(self, host: str, port: int, exposition: Exposition) -> None:
+        self.exposition = exposition
+        self.scraped = -inf
+        self.told_end = Event()
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exception()
@@ -250,14 +256,37 @@ class _Server(ThreadingTCPServer):
             LOG.error("attnwatch: a scrape failed", exc_info=error)
 
 
-def _listen(host: str, port: int, handler: type[BaseRequestHandler]) -> _Server:
-    advice = "pass prometheus=0 to let the system pick"
-    if type(port) is not int or not 0 <= port <= 65535:
-        raise UsageError(f"prometheus: expected a port from 0 to 65535, found {port!r}; {advice}")
+def _listen(host: str, port: int, exposition: Exposition) -> _Server:
     try:
-        return _Server((host, port), handler)
+        return _Server(host, port, exposition)
     except OSError as error:
-        reason = error.strerror or error
+        reason, advice = error.strerror or error, _PICK
         if error.errno == EADDRINUSE:
             advice += "; an earlier monitor of this process may hold it until its monitor.close()"
-        raise UsageError(f"prometheus: expected a free port, found {host}:{port} ({reason}); {advice}") from None
+        if error.errno == EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+            advice = "pass host= an address of this machine"
+        raise UsageError(f"expected a free port, found {host}:{port} ({reason}); {advice}") from None
+
+
+@contextmanager
+def _noted(refused: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        refused.append(str(error))
+
+
+def _of_rank(path: str | os.PathLike[str]) -> Path:
+    """The path with the number of this rank in it, where there are several."""
+    rank, ranks, path = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "1"), Path(path)
+    return path.with_stem(f"{path.stem}-rank{int(rank):05d}") if rank.isdecimal() and ranks != "1" else path
+
+
+def _is_path(given: object, ending: str) -> bool:
+    return given is None or (isinstance(given, str | os.PathLike) and str(given).endswith(ending))
+
+
+def _is_label(pair: tuple[object, object]) -> bool:
+    name, value = pair
+    is_name = isinstance(name, str) and re.fullmatch("(?!__)[A-Za-z_][A-Za-z0-9_]*", name) and name not in _TAKEN
+    return bool(is_name) and isinstance(value, str)
