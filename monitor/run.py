@@ -390,5 +390,17 @@ def _float(value: float | None) -> float:
 
 
 def _plain(kind: type[Plain], line: Mapping[str, Any]) -> Plain:
-    """A dataclass from its fields; what a later version may have added is left out."""
-    return kind(**{field.name: line[field.name] for field in fields(kind) if field.name in line})
+    """A dataclass from its fields; what a later version may have added is left out. Raises TypeError for a value of
+    another type than the field's, OverflowError for a step that no 64 bits hold."""
+    known = {field.name: line[field.name] for field in fields(kind) if field.name in line}
+    for field in fields(kind):
+        expected, value = _PLAIN.get(str(field.type)), known.get(field.name)
+        if field.name in known and expected is not None and type(value) not in expected:
+            raise TypeError(f"{kind.__name__}.{field.name}: {value!r:.40}")
+        if type(value) is int:
+            np.int64(value)
+    return kind(**known)
+
+
+_PLAIN = {"str": (str,), "int": (int,), "int | None": (int, type(None)), "float": (int, float)}
+"""Types of the fields that are checked, as they are written."""

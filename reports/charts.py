@@ -5,6 +5,7 @@ Coordinates of long paths are whole quarter pixels, relative to the point before
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, floor, isfinite, log10
 
@@ -15,6 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 MINUS = "\N{MINUS SIGN}"
+LARGEST = 1e300
+"""What lies beyond is drawn at the edge: differences and air around it must stay numbers."""
 FINE = 4
 """Path units to a pixel; paths are drawn inside a group that scales by 1 / FINE."""
 
@@ -73,23 +76,41 @@ class Scale:
 
 def round_values(low: float, high: float, count: int) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten in [low, high], as near to `count` of them as there are."""
-    rough = (high - low) / max(count, 1)
+    rough = high / max(count, 1) - low / max(count, 1)  # the difference itself may overflow
     power = 10.0 ** floor(log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    return [round(index * step, 12) for index in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
+    return [float(f"{index * step:.12g}") for index in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
 
 
 def limits(*arrays: ArrayLike, pad: float = 0.06) -> tuple[float, float]:
-    """Lowest and highest finite value with some air around them; (0, 1) when there is none."""
-    parts = [np.asarray(array, dtype=np.float64).ravel() for array in arrays]
-    data = np.concatenate(parts) if parts else np.zeros(0)
-    data = data[np.isfinite(data)]
+    """Lowest and highest finite value with some air around them; (0, 1) when there is none. Never beyond LARGEST."""
+    data = finite(*arrays)
     if not data.size:
         return 0.0, 1.0
     low, high = float(data.min()), float(data.max())
     air = (high - low) * pad or abs(high) * pad or 1.0
     # A quantity that is never negative does not get a negative axis.
     return (max(low - air, 0.0) if low >= 0 else low - air), high + air
+
+
+def log_limits(*arrays: ArrayLike, spread: float) -> tuple[float, float] | None:
+    """Limits of a log axis; None where a value is not positive, or the highest not `spread` times the lowest."""
+    data = finite(*arrays)
+    if not data.size or data.min() <= 0 or data.max() / spread <= data.min():
+        return None
+    return max(float(data.min()) / 1.3, 1 / LARGEST), float(data.max()) * 1.3
+
+
+def finite(*arrays: ArrayLike) -> Floats:
+    """All finite values of the arrays in one row, none of them beyond LARGEST."""
+    data = np.concatenate([np.zeros(0), *(np.asarray(array, dtype=np.float64).ravel() for array in arrays)])
+    known: Floats = np.clip(data[np.isfinite(data)], -LARGEST, LARGEST)
+    return known
+
+
+def span(first: float, last: float) -> tuple[float, float]:
+    """The range of an axis of steps: never empty, however large the numbers."""
+    return float(first), max(float(last), float(first) + max(1.0, abs(float(first)) * 1e-9))
 
 
 def number(value: float | None) -> str:
@@ -104,6 +125,11 @@ def number(value: float | None) -> str:
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}".replace("-", MINUS)
     text = f"{value:,.0f}" if size >= 1000 or value == int(value) else f"{value:.3g}"
     return text.replace("-", MINUS)
+
+
+def copyable(value: float | None) -> str:
+    """A number for programs and spreadsheets: six digits, no separator; empty for what was not measured."""
+    return "" if value is None or np.isnan(value) else f"{value:.6g}"
 
 
 def bins(count: int, limit: int) -> NDArray[np.intp]:
@@ -166,7 +192,26 @@ def fine(*children: object) -> Markup:
     return element("g", *children, transform=f"scale({1 / FINE})", class_="fine")
 
 
-def svg(width: int, height: int, title: str, description: str, *children: object, class_: str = "") -> Markup:
+def window(x: float, y: float, width: float, height: float, *children: object) -> Markup:
+    """The part of a picture that the page's script moves and stretches along the steps; what leaves it is not seen."""
+    moved = element("g", *children, class_="zoom")
+    return element(
+        "svg", moved, x=x, y=y, width=width, height=height, viewBox=f"{x} {y} {width} {height}", class_="plot"
+    )
+
+
+def step_axis(x: Scale, ticks: Iterable[float], top: float, bottom: float, text: float) -> Markup:
+    """Uprights from top to bottom and the steps at height `text`; the script writes them anew when it zooms."""
+    drawn = [
+        (rule(x.at(tick), top, x.at(tick), bottom, "grid"), label(x.at(tick), text, number(tick))) for tick in ticks
+    ]
+    parts = [part for pair in drawn for part in pair]
+    return element("g", *parts, class_="steps", data_top=float(top), data_bottom=float(bottom), data_text=float(text))
+
+
+def svg(
+    width: float, height: float, title: str, description: str, *children: object, class_: str = "", **attributes: object
+) -> Markup:
     """A picture that a screen reader can name."""
     return element(
         "svg",
@@ -177,6 +222,7 @@ def svg(width: int, height: int, title: str, description: str, *children: object
         role="img",
         aria_label=f"{title}. {description}",
         class_=class_ or None,
+        **attributes,
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from markupsafe import Markup
@@ -16,7 +18,7 @@ from attnwatch.reports.summary import main_alert, onset
 from attnwatch.reports.words import UNIT_INTERVAL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from attnwatch.monitor.run import Run
     from attnwatch.monitor.sample import Metric
@@ -29,10 +31,12 @@ TABLE_ROWS = 12
 
 @dataclass(frozen=True)
 class Detail:
-    """How finely lines are drawn, so that a page keeps its size: points a line and layers a chart."""
+    """How finely lines are drawn, so that a page keeps its size: points a line and layers a chart. pointed: samples of
+    a chart whose values the page's script knows."""
 
     points: int
     layers: int
+    pointed: int = 96
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +44,7 @@ class Reduced:
     """One metric of one run, thinned for drawing: a row for each group of samples, at the step of its last one.
 
     lines: `[P, K]` median over heads of K layers at that step; low, high: `[P]` over all heads and all samples of the
-    group; table: rows of (step, lowest, median, highest) over all heads.
+    group; rows: of some samples (step, lowest, median, highest) over all heads, for the reader who points at one.
     """
 
     steps: Floats
@@ -48,7 +52,13 @@ class Reduced:
     depth: tuple[float, ...]
     low: Floats
     high: Floats
-    table: tuple[tuple[int, float, float, float], ...]
+    rows: tuple[tuple[int, float, float, float], ...]
+
+    @property
+    def table(self) -> tuple[tuple[int, float, float, float], ...]:
+        """A few of the rows, the first and the last among them: what stands under the chart."""
+        at = np.unique(np.linspace(0, len(self.rows) - 1, TABLE_ROWS).round().astype(int)) if self.rows else ()
+        return tuple(self.rows[row] for row in at)
 
 
 def reduce(steps: NDArray[np.int64], values: NDArray[np.float32], metric: Metric, detail: Detail) -> Reduced:
@@ -65,14 +75,18 @@ def reduce(steps: NDArray[np.int64], values: NDArray[np.float32], metric: Metric
     last = np.append(starts[1:], samples) - 1
     drawn = np.unique(np.linspace(0, layers - 1, min(layers, detail.layers)).round().astype(int))
     flat = values.reshape(samples, -1)
-    rows = last[np.unique(np.linspace(0, len(last) - 1, TABLE_ROWS).round().astype(int))]
+    some = last[np.unique(np.linspace(0, len(last) - 1, detail.pointed).round().astype(int))]
+    lowest, highest = np.fmin.reduce(flat[some], axis=1), np.fmax.reduce(flat[some], axis=1)
     return Reduced(
         steps[last].astype(np.float64),
         median(values[np.ix_(last, drawn)]),
         tuple(float(layer) / max(layers - 1, 1) for layer in drawn),
         np.fmin.reduceat(np.fmin.reduce(flat, axis=1), starts).astype(np.float64),
         np.fmax.reduceat(np.fmax.reduce(flat, axis=1), starts).astype(np.float64),
-        tuple((int(steps[row]), *extent(flat[row])) for row in rows),
+        tuple(
+            (int(step), float(low), float(middle), float(high))
+            for step, low, middle, high in zip(steps[some], lowest, median(flat[some]), highest, strict=True)
+        ),
     )  # fmt: skip
 
 
@@ -86,11 +100,6 @@ def median(values: NDArray[np.floating]) -> Floats:
     return middle
 
 
-def extent(values: NDArray[np.floating]) -> tuple[float, float, float]:
-    """Lowest, median and highest of the values that are not NaN."""
-    return float(np.fmin.reduce(values)), float(median(values)), float(np.fmax.reduce(values))
-
-
 @dataclass(frozen=True)
 class Threshold:
     value: float
@@ -98,16 +107,34 @@ class Threshold:
     rule: str
 
 
-def thresholds(metric: str, rules: Iterable[dict[str, Any]]) -> list[Threshold]:
+def comparisons(metric: str, rules: Iterable[dict[str, str]]) -> Iterator[tuple[str, Threshold]]:
+    """Each number alone that a rule's condition compares this metric with, and on which side ("<" or ">") it is met."""
+    pattern = re.compile(
+        rf"(?<![\w.]){re.escape(metric)}\s*([<>])=?\s*(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)(?![\w.])(?!\s*[-+*/])"
+    )
+    for each in rules:
+        for match in pattern.finditer(each["when"]):
+            yield match[1], Threshold(float(match[2]), each["severity"], each["name"])
+
+
+def thresholds(metric: str, rules: Iterable[dict[str, str]]) -> list[Threshold]:
     """Numbers that the rules in force compare this metric with, the gravest rule's first."""
-    pattern = re.compile(rf"(?<![\w.]){re.escape(metric)}\s*[<>]=?\s*(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)(?![\w.])")
+    order = {"critical": 0, "warning": 1}
     found: dict[float, Threshold] = {}
-    order = ("critical", "warning", "info")
-    for each in sorted(rules, key=lambda r: order.index(r["severity"]) if r.get("severity") in order else len(order)):
-        for match in pattern.finditer(str(each.get("when", ""))):
-            value = float(match[1])
-            found.setdefault(value, Threshold(value, str(each["severity"]), str(each["name"])))
+    for _, each in sorted(comparisons(metric, rules), key=lambda pair: order.get(pair[1].severity, 2)):
+        found.setdefault(each.value, each)
     return list(found.values())
+
+
+def healthy_band(metric: str, rules: Iterable[dict[str, str]]) -> tuple[float, float] | None:
+    """The values that no critical rule asks for, infinite on a side without a line; None where there is no such band.
+
+    A head outside it is not ill yet: a critical rule asks several numbers at once, and of many heads.
+    """
+    lines = [(side, line.value) for side, line in comparisons(metric, rules) if line.severity == "critical"]
+    low = max((value for side, value in lines if side == "<"), default=-math.inf)
+    high = min((value for side, value in lines if side == ">"), default=math.inf)
+    return (low, high) if lines and low < high else None
 
 
 def value_scale(name: str, parts: Sequence[Reduced], lines: Sequence[Threshold]) -> Scale:
@@ -118,20 +145,22 @@ def value_scale(name: str, parts: Sequence[Reduced], lines: Sequence[Threshold])
     medians = np.concatenate([part.lines.ravel() for part in parts])
     highest = np.concatenate([part.high for part in parts])
     lowest = np.concatenate([part.low for part in parts])
-    medians, highest = medians[np.isfinite(medians)], highest[np.isfinite(highest)]
-    if medians.size and medians.min() > 0 and highest.max() > 50 * medians.min():
-        return Scale(float(medians.min()) / 1.3, float(highest.max()) * 1.3, start, end, log=True)
+    limits = charts.log_limits(medians, highest[highest > 0], spread=50)
+    if limits is not None:
+        return Scale(*limits, start, end, log=True)
     low, high = charts.limits(lowest, highest)
     near = [line.value for line in lines if low - (high - low) < line.value < high + (high - low)]
     return Scale(*charts.limits([low, high], near, pad=0.0 if not near else 0.02), start, end)
 
 
 def panel(
-    run: Run, name: str, part: Reduced, span: tuple[float, float], y: Scale, lines: Sequence[Threshold]
-) -> Markup:
-    """One metric of one run: a line a layer, the range over all heads behind them, the rules' thresholds."""
+    run: Run, name: str, part: Reduced, span: tuple[float, float], y: Scale, lines: Sequence[Threshold],
+    band: tuple[float, float] | None = None,
+) -> Markup:  # fmt: skip
+    """One metric of one run: a line a layer, the range over all heads behind them, the rules' lines and the band that
+    is healthy to them."""
     x = Scale(*span, LEFT, WIDTH - RIGHT)
-    last = part.table[-1] if part.table else None
+    last = part.rows[-1] if part.rows else None
     told = (
         f"At step {last[0]:,} the lowest head has {number(last[1])}, the median {number(last[2])}, "
         f"the highest {number(last[3])}."
@@ -140,22 +169,52 @@ def panel(
     )
     return charts.svg(
         WIDTH, HEIGHT, f"{name} by layer, {run.path.name}", told,
+        *([] if band is None else [_band(band, y)]),
         *(rule(LEFT, y.at(tick), WIDTH - RIGHT, y.at(tick), "grid") for tick in y.ticks(3)),
         *(label(LEFT - 6, y.at(tick) + 3.5, number(tick), "tick", "end") for tick in y.ticks(3)),
         rule(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM, "base"),
-        *(label(x.at(tick), HEIGHT - 7, number(tick)) for tick in x.ticks(4)),
-        _moments(run, x),
-        fine(
-            element("path", d=charts.area(x(part.steps), y(part.low), y(part.high)), class_="envelope"),
-            *(
-                element("path", d=charts.path(x(part.steps), y(line)), class_=f"d{round(depth * (DEPTHS - 1))}")
-                for line, depth in zip(part.lines.T, part.depth, strict=True)
+        charts.step_axis(x, x.ticks(4), HEIGHT - BOTTOM, HEIGHT - BOTTOM, HEIGHT - 7),
+        charts.window(
+            LEFT - 4, 0, WIDTH - LEFT + 4, HEIGHT,
+            _moments(run, x),
+            fine(
+                element("path", d=charts.area(x(part.steps), y(part.low), y(part.high)), class_="envelope"),
+                *(
+                    element("path", d=charts.path(x(part.steps), y(line)), class_=f"d{round(depth * (DEPTHS - 1))}")
+                    for line, depth in zip(part.lines.T, part.depth, strict=True)
+                ),
             ),
         ),
         *(_threshold(line, y) for line in lines if y.holds(line.value)),
-        *([] if part.table else [label((LEFT + WIDTH) / 2, HEIGHT / 2, "not measured", "empty")]),
-        class_="panel",
+        *([] if part.rows else [label((LEFT + WIDTH) / 2, HEIGHT / 2, "not measured", "empty")]),
+        class_="panel" if len(part.steps) > 1 else "panel dots",
+        data_span=f"{x.low:.0f} {x.high:.0f}", data_plot=f"{x.start} {x.end}",
+        data_rows=_pointed(part) if part.rows else None,
     )  # fmt: skip
+
+
+def _pointed(part: Reduced) -> str:
+    """JSON of what the script reads out: steps, lowest, median and highest."""
+
+    def short(value: float) -> float | None:
+        return float(f"{value:.3g}") if math.isfinite(value) else None
+
+    return json.dumps([[row[0], *map(short, row[1:])] for row in part.rows], separators=(",", ":"))
+
+
+def _band(band: tuple[float, float], y: Scale) -> Markup:
+    low, high = (float(np.clip(value, y.low, y.high)) for value in band)
+    bottom, top = y.at(low), y.at(high)
+    title = element("title", f"Healthy to the critical rules: {_range(band)}")
+    shape = element("rect", x=LEFT, y=top, width=WIDTH - RIGHT - LEFT, height=max(bottom - top, 0.0), class_="band")
+    return element("g", title, shape)
+
+
+def _range(band: tuple[float, float]) -> str:
+    low, high = band
+    if math.isinf(low):
+        return f"up to {number(high)}"
+    return f"from {number(low)} on" if math.isinf(high) else f"{number(low)} to {number(high)}"
 
 
 def _threshold(line: Threshold, y: Scale) -> Markup:
@@ -183,7 +242,7 @@ def sparkline(
     """The history of one head, `values [S]`, with the threshold it was compared with and the step the alert fired."""
     known = np.isfinite(values)
     last = f"Last value {number(float(values[known][-1]))}." if known.any() else "Not measured."
-    x = Scale(float(steps[0]), float(max(steps[-1], steps[0] + 1)), 1, 149)
+    x = Scale(*charts.span(steps[0], steps[-1]), 1, 149)
     at, level = charts.thin(steps[known], values[known], 120)
     return charts.svg(
         150, 30, title, last,

@@ -1,4 +1,4 @@
-"""What a run amounts to: one verdict. What a lead is stands in monitor/leads.py."""
+"""What a run amounts to: one verdict, and summary.json (docs/report.md). What a lead is stands in monitor/leads.py."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ import numpy as np
 
 from attnwatch.monitor import leads as measured
 from attnwatch.monitor.leads import DIVERGENCE, SEEN_APART
+from attnwatch.reports.facts import from_checkpoints
 
 if TYPE_CHECKING:
     from attnwatch.monitor.alerts import Alert
     from attnwatch.monitor.run import Run
 
 COLLAPSE = ("sparse_low_rank", "entropy_collapse")
+FORMAT = 1
+"""Of summary.json: raised when a name changes its meaning or goes; new names may come any time."""
 
 
 def summarize(run: Run) -> dict[str, Any]:
@@ -27,6 +30,7 @@ def summarize(run: Run) -> dict[str, Any]:
     state, sentence = verdict(run)
     worst = main_alert(run)
     return {
+        "format": FORMAT,
         "run": run.path.name,
         "verdict": {"state": state, "sentence": sentence},
         "ended": run.ended,
@@ -79,6 +83,15 @@ def lead(run: Run) -> int | None:
     return max(leads(run).values(), default=None)
 
 
+def lead_alert(run: Run) -> Alert | None:
+    """The alert that `lead` counts from, the gravest rule's where several fired at once."""
+    start, found = onset(run), leads(run)
+    if start is None or not found:
+        return None
+    name = max(found, key=lambda rule: (found[rule], -COLLAPSE.index(rule)))
+    return next(a for a in fired(run) if (a.rule, start - (a.fired_step or 0)) == (name, found[name]))
+
+
 def last_step(run: Run) -> int | None:
     """The newest step that left a sample or a scalar."""
     ends = [int(run.steps[-1])] if len(run.steps) else []
@@ -113,20 +126,42 @@ def verdict(run: Run) -> tuple[str, str]:
     if start is not None:
         return "diverged", f"The loss diverged from step {start:,}{_foresight(run, start, blind)}."
     if collapse is not None:
-        return "collapsed", f"Attention collapsed at step {collapse.fired_step:,}{_since(collapse)}{_limits(run)}."
+        return "collapsed", f"Attention collapsed at step {_told(collapse)}{_since(collapse)}{_limits(run)}."
     if critical:
-        return "critical", f"{critical[0].rule} fired at step {critical[0].fired_step:,}{_limits(run)}."
+        return "critical", f"{critical[0].rule} fired at step {_told(critical[0])}{_limits(run)}."
     if blind is not None:
         return "unknown", f"Could not tell whether attention is healthy: {blind}."
     if alerts:
-        return "warning", f"{alerts[0].rule} warned at step {alerts[0].fired_step:,}{_since(alerts[0])}{_limits(run)}."
+        return "warning", f"{alerts[0].rule} warned at step {_told(alerts[0])}{_since(alerts[0])}{_limits(run)}."
+    if from_checkpoints(run):
+        return "unknown", (
+            "Could not tell from weights alone whether attention is healthy: nothing in them is alarming, but how "
+            f"sharp attention is depends on what goes through them{_limits(run)}."
+        )
     return "healthy", f"Healthy{_limits(run) or ': attention stayed clear of every alarm'}."
+
+
+def where(alert: Alert) -> str:
+    """Which heads an alert is about, shortly: how many, and the worst; empty when it is about none."""
+    if not alert.heads:
+        return ""
+    layer, head = alert.heads[0]
+    worst = f"worst in {layer} head {head}"
+    of_all = alert.place == "model" and isfinite(alert.share)
+    return f"{alert.share * 100:.0f}% of the heads, {worst}" if of_all else worst
+
+
+def _told(alert: Alert) -> str:
+    """When an alert fired and about which heads."""
+    return f"{alert.fired_step:,}" + (f" ({where(alert)})" if alert.heads else "")
 
 
 def _foresight(run: Run, start: int, blind: str | None) -> str:
     steps = lead(run)
     if steps is not None and steps > 0:
-        return f"; attention had given warning {steps:,} {'step' if steps == 1 else 'steps'} before"
+        first = lead_alert(run)
+        said = f" ({where(first)})" if first is not None and first.heads else ""
+        return f"; attention had given warning {steps:,} {'step' if steps == 1 else 'steps'} before{said}"
     if steps is not None:
         return f"; the alert on attention came {f'{-steps:,} steps after' if steps else 'at that very step'}"
     if blind is not None:

@@ -45,7 +45,7 @@ class Browser:
     def __init__(self, profile: Path) -> None:
         self.complaints: list[str] = []
         self.requests: list[str] = []
-        self._loaded = False
+        self._loaded: set[str] = set()
         self._number = 0
         command = [find_chromium(), *FLAGS, f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -56,6 +56,7 @@ class Browser:
             self._socket = websocket.create_connection(page["webSocketDebuggerUrl"], timeout=SECONDS)
             for domain in ("Page", "Runtime", "Network", "Log", "Audits"):
                 self.call(f"{domain}.enable")
+            self.call("Page.setLifecycleEventsEnabled", enabled=True)
         except BaseException:
             self._stop()
             raise
@@ -87,9 +88,8 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.complaints.clear()
         self.requests.clear()
-        self._loaded = False
-        self.call("Page.navigate", url=page.as_uri())
-        while not self._loaded:
+        loader = self.call("Page.navigate", url=page.as_uri())["loaderId"]
+        while loader not in self._loaded:  # that very page: a late word of the one before does not count
             self._hear(json.loads(self._socket.recv()))
 
     def evaluate(self, expression: str) -> Any:
@@ -111,8 +111,8 @@ class Browser:
     def _hear(self, message: dict[str, Any]) -> None:
         body = message.get("params", {})
         match message.get("method"):
-            case "Page.loadEventFired":
-                self._loaded = True
+            case "Page.lifecycleEvent" if body["name"] == "load":
+                self._loaded.add(body["loaderId"])
             case "Runtime.consoleAPICalled":
                 self.complaints.append(f"console: {[each.get('value') for each in body['args']]}")
             case "Runtime.exceptionThrown":

@@ -34,7 +34,7 @@ HEALTHY = {
     "nonfinite": 0.0,
     "qk_rank_ratio": 0.75,
 }
-COLLAPSED = HEALTHY | {"logit_max": 60.0, "spread_ratio": 6.0, "entropy_ratio": 0.1, "map_rank": 2.0}
+COLLAPSED = HEALTHY | {"logit_max": 60.0, "spread_ratio": 12.0, "entropy_ratio": 0.1, "map_rank": 2.0}
 COLLAPSED |= {"qk_rank_ratio": 0.2}
 Heads = Mapping[tuple[int, int], Mapping[str, float]]
 

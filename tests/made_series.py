@@ -62,14 +62,15 @@ def store(
 
 
 def falling(path: Path, diverges: bool = False, falls: bool = True, rules: Sequence[Rule] | None = None) -> Run:
-    """400 steps sampled every 10th. Entropy falls from 1 by .0025 a step, so that it is below x from 400 (1 - x) on.
+    """400 steps sampled every 10th. Entropy falls from 1 by .0025 a step, so that it is below x from 400 (1 - x) on;
+    the spread is that of a collapse after the first sample.
 
     If it diverges, the loss is 2 to step 299, then 5: its mean of 20 passes 2.3 with the third, at step 302.
     """
     low = COLLAPSED | {"logit_max": 9.0, "nonfinite": 0.0}
     series: list[Step] = []
     for step in range(400):
-        heads = low | {"entropy_ratio": 1 - step / 400} if falls else {}
+        heads = low | {"entropy_ratio": 1 - step / 400} | ({} if step else {"spread_ratio": 1.5}) if falls else {}
         taken = sample(step, layers=2, width=2, **heads) if step % 10 == 0 else None
         series.append((step, taken, {"loss": 5.0 if diverges and step >= 300 else 2.0, "grad_norm": 1 + step / 100}))
     return store(path, load_rules() if rules is None else rules, series)[0]

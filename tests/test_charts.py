@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests import made_runs
 
 from attnwatch.monitor.sample import Metric
-from attnwatch.reports import charts, heads, heat, panels, timeline
+from attnwatch.reports import charts, curves, heads, heat, known, lanes, panels
 
 NAN = float("nan")
 
@@ -47,6 +47,9 @@ def test_log_scale_puts_decades_at_equal_distances_and_zero_at_the_edge() -> Non
         (0, 800, 8, [0, 100, 200, 300, 400, 500, 600, 700, 800]),
         (2.1, 3.9, 3, [3.0]),
         (-1, 1, 4, [-1, -0.5, 0, 0.5, 1]),
+        (-1e308, 1e308, 4, [-1e308, -5e307, 0, 5e307, 1e308]),
+        (0, 3e-14, 3, [0, 1e-14, 2e-14, 3e-14]),
+        (0, 4e-310, 2, [0, 2e-310, 4e-310]),
     ],
 )
 def test_round_values(low: float, high: float, count: int, ticks: list[float]) -> None:
@@ -76,6 +79,39 @@ def test_limits_ignore_what_is_not_finite_and_never_leave_a_flat_axis() -> None:
     assert charts.limits([NAN]) == (0.0, 1.0)
     low, high = charts.limits([5.0, 5.0])
     assert low < 5 < high
+
+
+EXTREME = st.sampled_from([1.7e308, -1.7e308, 1e-320, 5e-324, 0.0, -0.0, 1.0, NAN, np.inf, -np.inf, 1e16, 1e16 + 2])
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(st.lists(EXTREME | st.floats(), min_size=1, max_size=6), st.integers(1, 8))
+def test_any_numbers_have_an_axis(values: list[float], count: int) -> None:
+    """Whatever a trainer passed: limits that hold what can be drawn, a few rising ticks, and places within the axis."""
+    limits = charts.log_limits(values, spread=30)
+    low, high = limits or charts.limits(values)
+    assert -np.inf < low < high < np.inf
+    scale = charts.Scale(low, high, 100.0, 0.0, log=limits is not None)
+    ticks = scale.ticks(count)
+    assert len(ticks) <= 3 * count + 3
+    assert (np.diff(ticks) > 0).all()
+    places = scale(values)
+    assert ((places >= 0) & (places <= 100))[~np.isnan(values)].all()
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (5, 5), (2**62, 2**62), (-(2**62), -(2**62)), (0, 2**62)])
+def test_an_axis_of_steps_is_never_empty(first: int, last: int) -> None:
+    low, high = charts.span(first, last)
+    assert low < high
+    assert charts.Scale(low, high, 0, 10).ticks(4)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(NAN, ""), (None, ""), (1234567.0, "1.23457e+06"), (-0.00012, "-0.00012"), (12.5, "12.5")]
+)
+def test_copyable_numbers_are_numbers_to_a_program(value: float | None, text: str) -> None:
+    assert charts.copyable(value) == text
+    assert text == "" or float(text) == pytest.approx(value, rel=1e-5)
 
 
 def test_path_is_relative_in_quarter_pixels_and_breaks_at_gaps() -> None:
@@ -148,8 +184,32 @@ def test_thresholds_are_read_from_the_rules_and_only_for_the_whole_name() -> Non
     assert panels.thresholds("entropy", rules) == [panels.Threshold(20.0, "critical", "a")]
 
 
+def test_a_number_that_is_only_a_factor_is_no_threshold() -> None:
+    """`x < 0.5 * start(x)` compares with half of what the head began with, not with 0.5."""
+    rules = [{"name": "a", "severity": "critical", "when": "x < 0.5 * start(x) or x > 3 - y or (x >= 7)"}]
+    assert panels.thresholds("x", rules) == [panels.Threshold(7.0, "critical", "a")]
+
+
+@pytest.mark.parametrize(
+    ("when", "band"),
+    [
+        ("x < 0.3 and y > 1", (0.3, np.inf)),
+        ("x > 3 or x > 5", (-np.inf, 3.0)),
+        ("x < 0.3 or x > 0.9", (0.3, 0.9)),
+        ("x > 0.3 and x < 0.9", None),
+        ("y < 2", None),
+        ("x < 0.5 * start(x)", None),
+    ],
+)
+def test_healthy_band_is_what_no_critical_rule_asks_for(when: str, band: tuple[float, float] | None) -> None:
+    rules = [
+        {"name": "a", "severity": "critical", "when": when}, {"name": "b", "severity": "warning", "when": "x < 0.8"},
+    ]  # fmt: skip
+    assert panels.healthy_band("x", rules) == band
+
+
 def test_running_mean_is_short_at_the_start_and_blind_behind_a_nan() -> None:
-    mean = timeline.running_mean(np.array([1.0, 3.0, 5.0, NAN, 1.0, 1.0]), 2)
+    mean = curves.running_mean(np.array([1.0, 3.0, 5.0, NAN, 1.0, 1.0]), 2)
     np.testing.assert_array_equal(mean, [1, 2, 4, NAN, NAN, 1])
 
 
@@ -200,12 +260,36 @@ def test_frames_hold_the_ends_and_the_moments_within_the_limit() -> None:
 
 def test_held_keeps_the_last_known_value_of_each_head() -> None:
     values = np.array([[[NAN, 1]], [[2, NAN]], [[NAN, NAN]]], dtype=np.float32)
-    np.testing.assert_array_equal(heads.held(values)[:, 0], [[NAN, 1], [2, 1], [2, 1]])
+    np.testing.assert_array_equal(known.held(values)[:, 0], [[NAN, 1], [2, 1], [2, 1]])
+    np.testing.assert_array_equal(known.held(values, rows=np.array([2, 0]))[:, 0], [[2, 1], [NAN, 1]])
+    nothing = known.held(np.full((2, 1, 1), NAN, np.float32))
+    assert nothing.shape == (2, 1, 1)
+    assert np.isnan(nothing).all()
+
+
+def test_held_forgets_what_is_no_longer_proved_until_it_is_measured_again() -> None:
+    """One layer, one head, measured at samples 0 and 4; from sample 2 on its weights were not proved."""
+    values = np.array([1, NAN, NAN, NAN, 5, NAN], dtype=np.float32)[:, None, None]
+    gone = np.array([False, False, True, False, False, False])[:, None]
+    np.testing.assert_array_equal(known.held(values, gone)[:, 0, 0], [1, 1, NAN, NAN, 5, 5])
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=12))
+def test_held_is_what_a_walk_through_the_samples_remembers(rows: list[tuple[bool, bool, bool]]) -> None:
+    """Two heads of one layer: whether each is measured at a sample, and whether the layer is forgotten there."""
+    values = np.array([[[i if a else NAN, i if b else NAN]] for i, (a, b, _) in enumerate(rows)], dtype=np.float32)
+    gone = np.array([[lost] for *_, lost in rows])
+    memory, expected = [NAN, NAN], []
+    for (measured, lost), row in zip([(r[:2], r[2]) for r in rows], values[:, 0], strict=True):
+        memory = [x if m else NAN if lost else old for m, x, old in zip(measured, row, memory, strict=True)]
+        expected.append(memory)
+    np.testing.assert_array_equal(known.held(values, gone)[:, 0], expected)
 
 
 def test_lanes_leave_out_what_never_fired_and_keep_the_gravest() -> None:
     """Twenty informative rules, then a critical one: the critical one keeps its lane; lanes stand in order of time."""
     infos = [made_runs.alert(f"info_{i:02}", severity="info", pending_step=i, fired_step=i) for i in range(20)]
     gone = made_runs.alert("gone", state="resolved", fired_step=None, resolved_step=9)
-    lanes = timeline.alert_lanes((gone, *infos, made_runs.alert()))
-    assert [lane[0].rule for lane in lanes] == [f"info_{i:02}" for i in range(11)] + ["sparse_low_rank"]
+    found = lanes.alert_lanes((gone, *infos, made_runs.alert()))
+    assert [lane[0].rule for lane in found] == [f"info_{i:02}" for i in range(11)] + ["sparse_low_rank"]

@@ -14,9 +14,11 @@ from tests.pages import Page
 
 from attnwatch.monitor.alerts import Alert
 from attnwatch.monitor.run import Run
-from attnwatch.monitor.sample import Coverage, Metric, Sample, UsageError
+from attnwatch.monitor.sample import Coverage, Sample, UsageError
 from attnwatch.monitor.store import RunWriter, open_run
-from attnwatch.reports import heads, html, panels, summary
+from attnwatch.reports import compare, html, summary, worst
+
+WORST = "worst in blocks.9.attention head 1"
 
 
 def small_run(
@@ -48,7 +50,8 @@ def test_summary_is_strict_json_with_the_alert_fields(collapsed: Run) -> None:
     made = json.loads(json.dumps(summary.summarize(collapsed), allow_nan=False))
     assert made["verdict"] == {
         "state": "diverged",
-        "sentence": "The loss diverged from step 688; attention had given warning 168 steps before.",
+        "sentence": "The loss diverged from step 688; attention had given warning 168 steps before (29% of the heads, "
+        "worst in blocks.11.attention head 0).",
     }
     assert (made["samples"], made["last_step"], made["coverage"]["verified"]) == (81, 800, 12)
     assert made["main_alert"]["rule"] == "sparse_low_rank"
@@ -59,8 +62,8 @@ def test_summary_is_strict_json_with_the_alert_fields(collapsed: Run) -> None:
 @pytest.mark.parametrize(
     ("fired", "lead", "words"),
     [
-        (90, 10, "attention had given warning 10 steps before"),
-        (99, 1, "attention had given warning 1 step before"),
+        (90, 10, "attention had given warning 10 steps before (29% of the heads, worst in blocks.9.attention head 1)"),
+        (99, 1, "attention had given warning 1 step before (29% of the heads, worst in blocks.9.attention head 1)"),
         (100, 0, "the alert on attention came at that very step"),
         (130, -30, "the alert on attention came 30 steps after"),
     ],
@@ -89,15 +92,15 @@ def test_an_alert_that_never_fired_changes_no_verdict(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, ("collapsed", "Attention collapsed at step 540; the loss has not diverged.")),
+        ({}, ("collapsed", f"Attention collapsed at step 540 (29% of the heads, {WORST}); the loss has not diverged.")),
         (
-            {"state": "resolved", "resolved_step": 600},
+            {"state": "resolved", "resolved_step": 600, "heads": ()},
             ("collapsed", "Attention collapsed at step 540 and recovered by step 600."),
         ),
-        ({"rule": "nonfinite"}, ("critical", "nonfinite fired at step 540.")),
+        ({"rule": "nonfinite", "place": "blocks.9.attention"}, ("critical", f"nonfinite fired at step 540 ({WORST}).")),
         (
-            {"rule": "entropy_collapse", "severity": "warning"},
-            ("warning", "entropy_collapse warned at step 540; the loss has not diverged."),
+            {"rule": "entropy_collapse", "severity": "warning", "share": float("nan")},
+            ("warning", f"entropy_collapse warned at step 540 ({WORST}); the loss has not diverged."),
         ),
         ({"severity": "info"}, ("healthy", "Healthy: attention stayed clear of every alarm.")),
         (
@@ -153,14 +156,20 @@ def test_page_says_verdict_advice_and_lead_before_anything_else(collapsed: Run) 
 def test_page_of_two_runs_compares_their_options(collapsed: Run, healthy: Run) -> None:
     page = Page(html.render([collapsed, healthy]))
     assert re.search(r"qk_norm\s+none\s+rms", page.text)
-    assert html.differences([collapsed.header, healthy.header]) == [("qk_norm", ["none", "rms"])]
-    assert sum(attributes.get("class") == "timeline" for _, attributes in page.tags) == 2
+    assert compare.differences([collapsed, healthy]) == [("option", "qk_norm", ("none", "rms"))]
+    assert [attributes.get("class") for tag, attributes in page.tags if "data-plot" in attributes][:3] == [
+        "timeline overlay", "timeline", "timeline",
+    ]  # fmt: skip
 
 
 def test_every_picture_has_a_name_and_nothing_handles_events_inline(collapsed: Run) -> None:
     source = html.render([collapsed])
     page = Page(source)
-    pictures = [attributes for tag, attributes in page.tags if tag == "svg" and "aria-hidden" not in attributes]
+    pictures = [
+        attributes
+        for tag, attributes in page.tags
+        if tag == "svg" and "aria-hidden" not in attributes and attributes.get("class") != "plot"  # a part of one
+    ]
     assert len(pictures) > 20
     assert all(attributes["role"] == "img" and attributes["aria-label"] for attributes in pictures)
     assert source.count("<desc>") == len(pictures)
@@ -192,12 +201,14 @@ def test_a_loss_that_is_not_finite_is_marked(tmp_path: Path) -> None:
 
 
 def test_worst_heads_show_their_value_at_the_step_of_the_alert(collapsed: Run) -> None:
-    worst = heads.worst_heads(collapsed)
-    assert [each.alert.rule for each in worst] == ["sparse_low_rank", "entropy_collapse"]
-    first = worst[0].heads[0]
+    found = worst.worst_heads(collapsed)
+    assert [each.alert.rule for each in found] == ["sparse_low_rank", "entropy_collapse"]
+    first = found[0].heads[0]
     index = collapsed.steps.tolist().index(540)
     expected = collapsed.metric("entropy_ratio")[index, collapsed.layers.index(first.layer), first.head]
     assert float(first.cells[0][0]) == pytest.approx(float(expected), rel=0.01)
+    assert found[0].moments == (("start", 0), ("alert", 540), ("divergence", 680), ("end", 800))
+    assert float(first.values[0][1]) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_only_verified_neighbours_share_a_row_of_coverage() -> None:
@@ -218,17 +229,20 @@ def test_page_is_written_whole_or_not_at_all(tmp_path: Path, healthy: Run) -> No
 
 
 class LongRun:
-    """A run as `Run` shows it, with more numbers than a test should write: 5,000 samples of 32 layers of 32 heads."""
+    """A run as `Run` shows it, with more numbers than a test should write: `count` samples of 32 layers of 32 heads."""
 
     path, header, rules = Path("long"), made_runs.header(), tuple(made_runs.RULES)
-    steps = np.arange(5000)
-    times, seconds = steps * 2.0, np.full(5000, 0.02)
     layers = tuple(f"model.layers.{index}.self_attn" for index in range(32))
-    heads, scalar_names, ended, problems, alerts = 32, ("loss",), True, (), (made_runs.alert(heads=((layers[9], 3),)),)
+    heads, ended, problems, alerts = 32, True, (), (made_runs.alert(heads=((layers[9], 3),)),)
+    scalar_names = ("loss", "grad_norm")
     metrics = tuple(made_runs.metric(name) for name in made_runs.METRICS)
     coverage = tuple(Coverage(name, "verified", 32, 32, 64) for name in layers)
     coverages, unmeasured, resumed = (), (), None
-    noise = np.random.default_rng(0).random((5000, 32, 32), dtype=np.float32)
+
+    def __init__(self, count: int) -> None:
+        self.steps = np.arange(count)
+        self.times, self.seconds = self.steps * 2.0, np.full(count, 0.02)
+        self.noise = np.random.default_rng(0).random((count, 32, 32), dtype=np.float32)
 
     def metric(self, name: str) -> np.ndarray:
         return self.noise
@@ -239,21 +253,11 @@ class LongRun:
     def iter_samples(self) -> Iterator[Sample]:
         yield Sample(0, 0.0, ("entropy_ratio",), self.layers, self.noise[:1])
 
-    def iter_scalars(self) -> Iterator[tuple[int, dict[str, float]]]:
-        yield 0, {"loss": 2.0}
 
-
-def test_page_of_a_long_run_stays_under_five_megabytes() -> None:
+@pytest.mark.parametrize(("runs", "count"), [(1, 1200), (6, 150), (40, 50)])
+def test_page_of_long_runs_stays_under_five_megabytes(runs: int, count: int) -> None:
     """Noise, which neither thins nor compresses well, in all 25 metrics."""
-    page = html.render([LongRun()])  # type: ignore[list-item]
+    page = html.render([LongRun(count)] * runs)  # type: ignore[list-item]
     assert len(page.encode()) < 5_000_000
-    assert "Thinned to keep the page small" in page
-
-
-def test_page_of_many_large_runs_stays_under_five_megabytes() -> None:
-    metric = Metric("m", "1", "", "mean")
-    part = panels.reduce(LongRun.steps, LongRun.noise, metric, html._detail([LongRun()] * 6))  # type: ignore[list-item]
-    maps = heads.heat_maps(LongRun(), html.HEAT_PIXELS // 6)  # type: ignore[arg-type]
-    panel = panels.panel(LongRun(), "m", part, (0, 5000), panels.value_scale("m", [part], []), [])  # type: ignore[arg-type]
-    assert maps is not None
-    assert 6 * (25 * len(panel) + sum(len(each.sprite) for each in maps.maps)) < 4_500_000
+    assert ("Thinned to keep the page small" in page) == (count > 100)
+    assert ("Metrics and heads are drawn of the first 6 runs" in page) == (runs > 6)

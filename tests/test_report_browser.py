@@ -82,10 +82,10 @@ def test_browser_moves_through_the_steps(browser: Browser, tmp_path: Path, colla
     """The slider starts at the main alert (540), goes where it is pulled and shows the frame of that step."""
     browser.open(html.write_report([collapsed], tmp_path / "report.html"))
     frame = "Number(document.querySelector('.maps').style.getPropertyValue('--frame'))"
-    shown = "document.querySelector('.player output').textContent"
+    shown = "document.querySelector('.heats .player output').textContent"
     assert (browser.evaluate(shown), browser.evaluate(frame)) == ("step 540", 54)
     browser.evaluate(
-        "s = document.querySelector('input[type=range]'); s.value = 3; s.dispatchEvent(new Event('input'))"
+        "s = document.querySelector('.heats input[type=range]'); s.value = 3; s.dispatchEvent(new Event('input'))"
     )
     assert (browser.evaluate(shown), browser.evaluate(frame)) == ("step 30", 3)
     top = "document.querySelector('.film img').getBoundingClientRect().top"
@@ -100,6 +100,8 @@ def test_browser_moves_through_the_steps(browser: Browser, tmp_path: Path, colla
     )
     visible = "[...document.querySelectorAll('.heat')].filter(h => h.offsetWidth).map(h => h.dataset.metric)"
     assert browser.evaluate(visible) == ["logit_max"]
+    browser.evaluate("c.value = 'key_norm_max'; c.dispatchEvent(new Event('change'))")
+    assert browser.evaluate(visible) == ["key_norm_max"]  # from the folded maps
     assert browser.complaints == []
 
 
@@ -109,7 +111,7 @@ def test_browser_reads_the_value_under_the_pointer(browser: Browser, tmp_path: P
     browser.evaluate("document.querySelector('.map').scrollIntoView({block: 'center'})")
     place = browser.evaluate("(({x, y}) => ({x, y}))(document.querySelector('.map').getBoundingClientRect())")
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=place["x"] + 8, y=place["y"] + 5)
-    text = browser.evaluate("document.querySelector('.readout').textContent")
+    text = browser.evaluate("document.querySelector('.heats .readout').textContent")
     found = re.fullmatch(r"blocks\.0\.attention, head 0: entropy_ratio about (\S+)", text)
     assert found
     truth = float(collapsed.metric("entropy_ratio")[collapsed.steps.tolist().index(540), 0, 0])
@@ -137,7 +139,7 @@ def test_on_a_telephone_what_is_too_wide_scrolls_and_shows_it(
 def test_page_is_readable_without_javascript(browser: Browser, tmp_path: Path, collapsed: Run) -> None:
     browser.open(html.write_report([collapsed], tmp_path / "report.html"), javascript=False)
     browser.call("Emulation.setScriptExecutionDisabled", value=False)
-    assert browser.evaluate("document.querySelectorAll('.player, .readout').length") == 0
+    assert browser.evaluate("document.querySelectorAll('.player, .readout, .copy').length") == 0
     hidden = (
         "[...document.querySelectorAll('section, svg.panel, svg.timeline, .map, .film img')].filter(n => !n.offsetWidth"
     )

@@ -1,0 +1,112 @@
+"""What run.json says of a run, as text: whatever a damaged or foreign file holds, each fact is one short line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attnwatch.reports.charts import copyable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from attnwatch.monitor.run import Run
+
+UNKNOWN = "unknown"
+CHECKPOINTS = "checkpoints"
+"""The header's `source` of a run that was read from saved weights."""
+LONGEST, LONGEST_RULE = 200, 2000
+"""Characters of a fact, and of a part of a rule."""
+MOST = 200
+"""Facts of one kind."""
+
+
+class Facts(NamedTuple):
+    """Name -> value. about: the model and where it comes from. seen: what its layers are, as they were covered."""
+
+    about: dict[str, str]
+    seen: dict[str, str]
+    options: dict[str, str]
+    versions: dict[str, str]
+
+
+def facts(run: Run) -> Facts:
+    header = run.header
+    about = {"model": text(header.get("model", UNKNOWN)), "parameters": _count(header.get("parameters"))}
+    about |= {"created": text(header.get("created", UNKNOWN)), "git revision": git(header.get("git"))}
+    if from_checkpoints(run):
+        about["source"] = _source(header.get("checkpoints"))
+    covered = run.coverage
+    seen = {
+        "layers": str(len(covered) or len(run.layers)),
+        "heads": _distinct(layer.heads for layer in covered if layer.heads),
+        "key heads": _distinct(layer.kv_heads for layer in covered if layer.kv_heads),
+        "head size": _distinct(layer.head_dim for layer in covered if layer.head_dim),
+        "QK-norm": _distinct(layer.qk_norm or "none" for layer in covered if layer.state == "verified"),
+        "computed in": _distinct(layer.dtype for layer in covered if layer.dtype),
+    }
+    versions = {"attnwatch": text(header.get("attnwatch", UNKNOWN))} | _table(header.get("versions"))
+    return Facts(about, seen, _table(header.get("options")), versions)
+
+
+def git(found: object) -> str:
+    """The revision of the trainer's code, and whether files of it had been changed."""
+    if not isinstance(found, Mapping) or not isinstance(found.get("revision"), str):
+        return "not recorded"
+    return text(found["revision"]) + (", with changes that were not committed" if found.get("dirty") is True else "")
+
+
+def from_checkpoints(run: Run) -> bool:
+    """Whether the run was read from saved weights: nothing is known of its activations."""
+    return bool(run.header.get("source") == CHECKPOINTS)
+
+
+def _source(checkpoints: object) -> str:
+    """What was read, and whether its steps are training steps."""
+    known = [each for each in checkpoints if isinstance(each, Mapping)] if isinstance(checkpoints, list) else []
+    said = "saved weights, read without running the model"
+    if known:
+        said += f": {len(known)} checkpoint{'s' if len(known) > 1 else ''}, the last one {text(known[-1].get('path'))}"
+    if any(each.get("step_from") == "order" for each in known):
+        said += "; steps are their places in that list, no training steps"
+    return said
+
+
+def names(runs: Sequence[Run]) -> list[str]:
+    """What to call each run: the name of its directory, with as many of those above it as tell it from the others."""
+    parts = [run.path.absolute().parts for run in runs]
+    for count in range(1, max((len(each) for each in parts), default=0) + 1):
+        found = ["/".join(each[-count:]).replace("//", "/") for each in parts]
+        if len(set(found)) == len(set(parts)):
+            break
+    return found
+
+
+def rules(run: Run) -> list[dict[str, str]]:
+    """The rules in force as text, each with name, severity and when; other keys where they say something."""
+    kept = ({key: each for key, each in rule.items() if key not in ("summary", "advice")} for rule in run.rules[:MOST])
+    least = {"name": "", "severity": "", "when": ""}
+    return [least | {key: text(each, LONGEST_RULE) for key, each in rule.items() if each is not None} for rule in kept]
+
+
+def text(value: object, longest: int = LONGEST) -> str:
+    """A value on one line."""
+    if isinstance(value, float):
+        return copyable(value) or "NaN"
+    line = " ".join(str(value).split())
+    return line if len(line) <= longest else f"{line[: longest - 1]}…"
+
+
+def _table(found: object) -> dict[str, str]:
+    if not isinstance(found, Mapping):
+        return {}
+    return {text(name): text(value) for name, value in list(found.items())[:MOST]}
+
+
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and abs(value) < 1 << 62 else UNKNOWN
+
+
+def _distinct(values: Iterable[object]) -> str:
+    found = sorted({text(value) for value in values})
+    return ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else UNKNOWN

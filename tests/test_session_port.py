@@ -1,0 +1,61 @@
+"""The port that Prometheus scrapes, as a watched run opens and closes it."""
+
+from __future__ import annotations
+
+import socket
+from functools import partial
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+import torch
+from tests.recipes import BATCH, LENGTH, TOKENS, Attention, Decoder, fused
+from torch import nn
+
+import attnwatch
+from attnwatch import open_run
+
+
+@pytest.fixture
+def model() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(partial(Attention, fused))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def forward(model: nn.Module) -> None:
+    model(torch.randint(TOKENS, (BATCH, LENGTH))).sum().backward()
+
+
+def test_a_port_in_use_is_a_problem_and_training_goes_on(model: Decoder, run: Path) -> None:
+    """A restarted job must not die of the scraper's port."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with attnwatch.watch(model, run=run, prometheus=port, report=False) as monitor:
+            forward(model)
+            monitor.step(loss=1.5)
+            assert monitor.metrics_port is None
+    assert [(problem.where, problem.text) for problem in open_run(run).problems] == [
+        (
+            "prometheus",
+            f"expected a free port, found 127.0.0.1:{port} (Address already in use); pass prometheus=0 to let the "
+            "system pick; an earlier monitor of this process may hold it until its monitor.close()",
+        )
+    ]
+    assert open_run(run).steps.tolist() == [0]
+
+
+def test_the_port_answers_until_close(model: Decoder, run: Path) -> None:
+    with attnwatch.watch(model, run=run, prometheus=0, report=False) as monitor:
+        forward(model)
+        monitor.step(loss=1.5)
+        port = monitor.metrics_port
+        text = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
+    assert "\nattnwatch_loss 1.5\n" in text
+    assert 'attnwatch_entropy{layer="blocks.1.attention",stat="mean"}' in text
+    assert port is not None
+    socket.create_server(("127.0.0.1", port)).close()
