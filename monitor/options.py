@@ -8,17 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import attnwatch
 from attnwatch.monitor.alerts import SEVERITIES
 from attnwatch.monitor.outputs.prometheus import Prometheus
-from attnwatch.monitor.revision import revision
 from attnwatch.monitor.rules import Rule, load_rules
 from attnwatch.monitor.run import as_path
 from attnwatch.monitor.sample import Metric, UsageError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 SPECTRUM_EVERY = 5
 
@@ -101,15 +103,18 @@ def run_directory(given: str | os.PathLike[str] | None) -> Path:
 
 
 def header(
-    options: Options, metrics: Sequence[Metric], rules: Sequence[Rule], versions: Mapping[str, str], **model: Any
+    options: DataclassInstance,
+    metrics: Sequence[Metric],
+    rules: Sequence[Rule],
+    versions: Mapping[str, str],
+    **facts: Any,
 ) -> dict[str, Any]:
-    """What run.json says of a run. versions: of libraries, beside Python and numpy. model: facts of the model."""
+    """What run.json says of a run. versions: of libraries, beside Python and numpy. facts: of model and code."""
     return {
         "attnwatch": attnwatch.__version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git": revision(),
         "versions": {"python": platform.python_version(), **versions, "numpy": np.__version__},
-        **model,
+        **facts,
         "options": asdict(options),
         "metrics": [asdict(metric) for metric in metrics],
         "rules": [asdict(rule) for rule in rules],

@@ -168,7 +168,7 @@ def _header(
         "checkpoints": [{"step": x.number, "path": str(x.path), "step_from": x.source} for x in steps],
     }
     versions = {"torch": torch.__version__}
-    return header(options, ALL_METRICS, rules, versions, **facts)  # type: ignore[arg-type]  # takes any dataclass
+    return header(options, ALL_METRICS, rules, versions, **facts)
 
 
 # --- one checkpoint ---------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from attnwatch.monitor.options import SPECTRUM_EVERY, Options, check_outputs, ch
 from attnwatch.monitor.outputs.apart import apart
 from attnwatch.monitor.outputs.log import LogOutput
 from attnwatch.monitor.outputs.prometheus import Prometheus, prometheus_outputs, prometheus_settings
+from attnwatch.monitor.revision import revision
 from attnwatch.monitor.rules import Engine, Rule, of_file
 from attnwatch.monitor.sample import Metric, UsageError
 from attnwatch.monitor.session import Monitor
@@ -111,7 +112,7 @@ def watch(
     metrics = tuple(Metric(*metric) for metric in METRICS)
     with of_file(rules if isinstance(rules, str | os.PathLike) else None):
         engine = Engine(chosen, metrics)
-    facts = {"model": type(model).__name__, "parameters": sum(x.numel() for x in model.parameters())}
+    facts = {"git": revision(), "model": type(model).__name__, "parameters": sum(x.numel() for x in model.parameters())}
     if several:
         facts |= {"ranks": dist.get_world_size(), "rank": dist.get_rank()}
     described = header(options, metrics, chosen, {"torch": torch.__version__}, **facts)

@@ -1,7 +1,6 @@
 """When single numbers crossed their lines (monitor/predictors.toml), for a whole run at once.
 
-The same as `monitor.predictors.first_crossings`, which asks the rule engine sample by sample: a second of arithmetic
-where that takes minutes on a run of two million steps.
+Arithmetic on all samples at once: asking the rule engine sample by sample takes minutes on a run of two million steps.
 """
 
 from __future__ import annotations

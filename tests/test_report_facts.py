@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests import made_runs
 from tests.pages import Page
+from tests.slow_crossings import first_crossings
 
-from attnwatch.monitor.predictors import first_crossings
 from attnwatch.monitor.run import Run
 from attnwatch.monitor.sample import Sample
 from attnwatch.monitor.store import RunWriter, open_run

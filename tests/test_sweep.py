@@ -12,11 +12,12 @@ from tests.made_series import Step, falling, store
 
 from attnwatch.hooks.layers import METRICS
 from attnwatch.monitor import tokens
-from attnwatch.monitor.predictors import first_crossings, predictors
+from attnwatch.monitor.predictors import predictors
 from attnwatch.monitor.replay import replay, rules_of
 from attnwatch.monitor.rules import Rule, load_rules
 from attnwatch.monitor.sample import UsageError
 from attnwatch.monitor.sweep import parse_sweep, run_sweep
+from attnwatch.reports.crossings import crossings
 
 
 def test_predictors_ask_the_same_of_different_numbers() -> None:
@@ -29,11 +30,12 @@ def test_predictors_ask_the_same_of_different_numbers() -> None:
 def test_first_crossings_worked_out(tmp_path: Path) -> None:
     """Entropy passes .3 at 290: the third sample is 310. The gradient norm passes 3 at 201: the third step is 203.
 
-    Rank and spread are past their lines from the start, and fire with the third sample. The others never cross."""
-    found = first_crossings(falling(tmp_path / "run"))
+    The rank is past its line from the start, the spread from the second sample on, and each fires with its third such
+    sample. The others never cross."""
+    found = crossings(falling(tmp_path / "run"))
     assert [(each.name, each.step, each.from_start) for each in found if each.step is not None] == [
-        ("spread_ratio", 20, True),
         ("qk_rank_ratio", 20, True),
+        ("spread_ratio", 30, False),
         ("grad_norm", 203, False),
         ("entropy_ratio", 310, False),
     ]
@@ -46,7 +48,7 @@ def test_first_crossings_worked_out(tmp_path: Path) -> None:
 def test_what_was_never_finite_is_not_measured(tmp_path: Path) -> None:
     series: list[Step] = [(step, sample(step, qk_rank_ratio=math.nan), {}) for step in range(4)]
     run, _ = store(tmp_path / "run", [], series)
-    measured = {each.name: each.measured for each in first_crossings(run)}
+    measured = {each.name: each.measured for each in crossings(run)}
     assert (measured["qk_rank_ratio"], measured["entropy_ratio"], measured["grad_norm"]) == (False, True, False)
 
 

@@ -31,11 +31,11 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from attnwatch.monitor.predictors import first_crossings
     from attnwatch.monitor.replay import changes, replay, rules_of
     from attnwatch.monitor.rules import load_rules, of_file
     from attnwatch.monitor.sweep import parse_sweep, run_sweep
     from attnwatch.reports import replays
+    from attnwatch.reports.crossings import crossings
 
     given = None if options.rules is None else load_rules(options.rules)
     sweep = None if options.sweep is None else parse_sweep(options.sweep)
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         for each in runs:
             replayed = replay(each, rules_of(each) if given is None else given, look)
             differing = None if given is None else changes(each.alerts, replayed.alerts)
-            findings.append(replays.Finding(each, replayed, differing, first_crossings(each)))
+            findings.append(replays.Finding(each, replayed, differing, crossings(each)))
     if options.json:
         print(json.dumps(replays.as_data(findings), indent=1, allow_nan=False))
     else:
