@@ -117,7 +117,8 @@ def test_settings_are_plain_data_once_they_are_made(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     settings = Prometheus(file_sd=Path("a.json"), textfile="b.prom", labels={"run": "x"})
     assert json.loads(json.dumps(asdict(settings))) == {
-        "port": 9464, "host": "127.0.0.1", "per_head": False, "max_heads": 1024, "labels": {"run": "x"}, "linger": 15.0, "registry": False,
+        "port": 9464, "host": "127.0.0.1", "per_head": False, "max_heads": 1024, "labels": {"run": "x"}, "linger": 15.0,
+            "registry": False,
         "file_sd": str(tmp_path / "a.json"), "textfile": str(tmp_path / "b.prom"),
     }  # fmt: skip
     assert prometheus_settings(settings) is settings

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import vision  # noqa: F401 (before transformers)
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 import attnwatch
 from attnwatch.hooks.layers import METRICS
@@ -35,7 +36,7 @@ class Model(nn.Module):
 
     def forward(self, batch: Tensor) -> Any:
         q, k, v = (p(batch).unflatten(-1, (2, 8)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        return SimpleNamespace(loss=F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean())
+        return CausalLMOutput(loss=F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean())
 
 
 class Mixer(nn.Module):
@@ -51,19 +52,22 @@ class Mixer(nn.Module):
         return (torch.sigmoid(q @ k.mT * 8**-0.5) @ v).transpose(1, 2).flatten(2)
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory':UserWarning")  # of a Trainer on a machine without an accelerator
 def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block after block, as a reader would type them; only the port is one that is free."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATTNWATCH_WEBHOOK", "http://127.0.0.1:9/")
     torch.manual_seed(0)
     model = Model()
     names: dict[str, Any] = {
         "model": model,
+        "rows": [{"batch": torch.randn(12, 16)} for _ in range(8)],
         "loader": [torch.randn(2, 12, 16) for _ in range(21)],
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "mixer": Mixer(),
         "x": torch.randn(2, 12, 16),
     }
-    assert len(blocks("python")) == 4
+    assert len(blocks("python")) == 6
     for block in blocks("python"):
         exec(compile(block.replace("9464", "0"), "README.md", "exec"), names)
     run = names["run"]
@@ -72,6 +76,9 @@ def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [layer.state for layer in run.coverage] == ["verified"]
     assert len(names["loss"]) == 21
     assert {path.name for path in (tmp_path / "runs" / "gpt").iterdir()} >= {"run.json", "samples", "report.html"}
+    assert attnwatch.open_run("runs/trainer").steps.tolist() == [1, 21]  # the trainer counts from 1
+    for output in names["outputs"]:
+        output.close()
     assert [layer.state for layer in names["monitor"].coverage] == ["verified"]
     assert names["attnwatch"] is attnwatch
 

@@ -27,7 +27,7 @@ class LogOutput:
         self._interval = 0
 
     def write(self, update: Update) -> None:
-        if update.samples and not self._covered:
+        if update.coverage and update.samples and not self._covered:
             self._covered = True
             verified = all(layer.state == "verified" for layer in update.coverage) and update.coverage
             _log(logging.INFO if verified else logging.WARNING, coverage_line(update.coverage))
