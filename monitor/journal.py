@@ -6,13 +6,15 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from attnwatch.monitor.alerts import Alert
 from attnwatch.monitor.outputs.apart import Apart
 from attnwatch.monitor.sample import Problem, Sample, Update
 
 RUN = "run directory"
+MOST = 1000
+"""Problems that are named one by one."""
 NO_STEP = (
     "no step was counted: call monitor.step() after every optimizer step, or pass optimizer= (the one that trains it)"
 )
@@ -29,6 +31,14 @@ class Output(Protocol):
     def write(self, update: Update) -> str | None: ...
 
     def close(self) -> None: ...
+
+
+class News(NamedTuple):
+    """What rank 0 tells the others. stop: why all of them stop now."""
+
+    run: str = ""
+    alerts: tuple[Alert, ...] = ()
+    stop: Alert | None = None
 
 
 class Writer(Protocol):
@@ -102,6 +112,8 @@ class Journal:
 
     def problem(self, where: str, text: str) -> None:
         """Name what does not work: in the run at once, to the outputs with the next update."""
+        if len(self.problems) >= MOST:  # texts may differ by an address or a time without end
+            where, text = "monitor", f"{MOST} problems are named, further ones are not"
         if not any((known.where, known.text) == (where, text) for known in self.problems):
             self.problems.append(Problem(self.step, where, text))
             self._record_problems()

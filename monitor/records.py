@@ -54,13 +54,14 @@ def segment_name(number: int) -> str:
     return f"rank00000-{number:06d}.awlog"
 
 
-def pack(sample: Sample) -> bytes:
-    record = np.zeros((), record_fields(*sample.values.shape))
+def pack(sample: Sample) -> memoryview:
+    record = np.zeros(1, record_fields(*sample.values.shape))
+    raw = record.view(np.uint8)
     record["magic"] = MAGIC
     record["step"], record["time"], record["seconds"] = sample.step, sample.time, sample.seconds
     record["values"] = sample.values
-    record["crc32"] = zlib.crc32(record.tobytes()[CHECKED_FROM:])
-    return record.tobytes()
+    record["crc32"] = zlib.crc32(raw[CHECKED_FROM:].data)
+    return raw.data
 
 
 def read_segment(path: Path, metrics: int, layout: Layout, verified: NDArray[np.bool_] | None = None) -> Segment:

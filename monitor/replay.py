@@ -74,7 +74,12 @@ def replay(run: Run, rules: Sequence[Rule], look: Look | None = None) -> Replay:
 
 
 def drive(run: Run, engines: Sequence[Engine], look: Look | None = None) -> None:
-    """Feeds a run to engines."""
+    """Feeds a run to engines. Raises UsageError for a thinned one."""
+    if run.is_thinned:
+        raise UsageError(
+            f"expected a run with all its samples, found {str(run.path)!r} thinned: rules count samples; "
+            "replay the run that it was made of"
+        )
     scalars, coverages = run.iter_scalars(), iter(run.coverages)
     coverage: tuple[Coverage, ...] = ()
     line, news = next(scalars, None), next(coverages, None)

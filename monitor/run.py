@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attnwatch.monitor.alerts import Alert
 from attnwatch.monitor.card import card
+from attnwatch.monitor.events import alert_of, plain
 from attnwatch.monitor.frames import frame
 from attnwatch.monitor.lines import WRONG, Column, Mark, Piece, columns_of, read_lines, scalars_of
 from attnwatch.monitor.records import Layout, Segment, ordinary, read_segment, segment_name
@@ -26,7 +25,6 @@ from attnwatch.monitor.sample import Coverage, Metric, Problem, Sample, UsageErr
 FORMAT = 1
 HEADER, SAMPLES, SCALARS, EVENTS = "run.json", "samples", "scalars.jsonl", "events.jsonl"
 LOWEST, HIGHEST, THINNED = "lowest", "highest", "thinned"
-Plain = TypeVar("Plain", Alert, Coverage, Metric, Problem)
 _SEGMENT_NAME = re.compile(r"rank00000-(\d{6,})\.awlog")
 
 
@@ -58,7 +56,7 @@ class Run:
         before: the same run as it was opened earlier: its samples and scalars are not read again.
         """
         self.path, self.header = path, header
-        self.metrics = tuple(_plain(Metric, metric) for metric in header["metrics"])
+        self.metrics = tuple(plain(Metric, metric) for metric in header["metrics"])
         self.rules = tuple(dict(rule) for rule in header.get("rules", ()))
         layouts = [Layout(int(x["first_segment"]), tuple(x["layers"]), int(x["heads"])) for x in header["layouts"]]
         self.layers = tuple(dict.fromkeys(name for layout in reversed(layouts) for name in layout.layers))
@@ -265,10 +263,10 @@ class Run:
                 step = int(line["step"])
                 match line["event"]:
                     case "alert":
-                        alert = _alert(line)
+                        alert = alert_of(line)
                         alerts[alert.rule, alert.place, alert.pending_step] = alert
                     case "coverage":
-                        layers = tuple(_plain(Coverage, layer) for layer in line["layers"])
+                        layers = tuple(plain(Coverage, layer) for layer in line["layers"])
                         coverages.append((step, layers))
                         coverage.update((layer.name, layer) for layer in layers)
                     case "unmeasured":
@@ -276,7 +274,7 @@ class Run:
                     case "resumed":
                         self.resumed = dict(line["state"])
                     case "problem":
-                        self._reported.append(_plain(Problem, line))
+                        self._reported.append(plain(Problem, line))
                     case "end":
                         self.ended = True
             except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
@@ -377,30 +375,3 @@ def _newest(steps: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.arange(len(steps))
     _, from_the_end = np.unique(steps[::-1], return_index=True)
     return (len(steps) - 1 - from_the_end).astype(np.int64)
-
-
-def _alert(line: Mapping[str, Any]) -> Alert:
-    values = {str(name): _float(value) for name, value in line["values"].items()}
-    heads = tuple((str(layer), int(head)) for layer, head in line["heads"])
-    return _plain(Alert, {**line, "share": _float(line["share"]), "values": values, "heads": heads})
-
-
-def _float(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _plain(kind: type[Plain], line: Mapping[str, Any]) -> Plain:
-    """A dataclass from its fields; what a later version may have added is left out. Raises TypeError for a value of
-    another type than the field's, OverflowError for a step that no 64 bits hold."""
-    known = {field.name: line[field.name] for field in fields(kind) if field.name in line}
-    for field in fields(kind):
-        expected, value = _PLAIN.get(str(field.type)), known.get(field.name)
-        if field.name in known and expected is not None and type(value) not in expected:
-            raise TypeError(f"{kind.__name__}.{field.name}: {value!r:.40}")
-        if type(value) is int:
-            np.int64(value)
-    return kind(**known)
-
-
-_PLAIN = {"str": (str,), "int": (int,), "int | None": (int, type(None)), "float": (int, float)}
-"""Types of the fields that are checked, as they are written."""

@@ -177,11 +177,10 @@ class _Appender:
         self.size = 0
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (stays open as long as the run)
 
-    def append(self, piece: bytes) -> None:
+    def append(self, piece: bytes | memoryview) -> None:
         """Raises OSError when not all of it was taken: the file then still ends with a whole piece."""
-        self._file.seek(self.size)  # over what a failed write may have left
         try:
-            written = self._file.write(piece)
+            written = os.pwrite(self._file.fileno(), piece, self.size)  # over what a failed one may have left
             if written != len(piece):  # how a filling disk answers first, without an error
                 raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({written} of {len(piece)} bytes taken)")
         except OSError:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.made_records import HEADER, refused, run_of_three, sample, segment
 
-from attnwatch.monitor import store
+from attnwatch.monitor import lines, store
 from attnwatch.monitor.store import RunWriter, open_run
 
 
@@ -94,6 +96,40 @@ def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_named(tmp_path: Path) 
     assert open_run(tmp_path / "run").problems[-1].where == "scalars.jsonl"
 
 
+def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(three: Path) -> None:
+    """Somebody would have to write into it. What is beside it can be read."""
+    for file in (three / "scalars.jsonl", three / "events.jsonl", segment(three)):
+        file.unlink()
+        os.mkfifo(file)
+    run = open_run(three)
+    assert [(problem.where, problem.text) for problem in run.problems] == [
+        ("samples/rank00000-000001.awlog", "cannot be read: no ordinary file"),
+        ("scalars.jsonl", "cannot be read: no ordinary file"),
+        ("events.jsonl", "cannot be read: no ordinary file"),
+    ]
+    assert (run.steps.tolist(), run.metrics[0].name) == ([], "entropy")
+
+
+def test_lines_are_read_alike_wherever_a_piece_of_the_file_ends(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Good lines, damaged ones, two on one line, one on two, a name that comes and goes, the newest step last."""
+    text = (
+        b'{"step": 1, "loss": 0.5, "lr": 1}\n{"step": 2, "loss": "NaN"}\n'
+        b'{"step": 3, "loss": 1},{"step": 3}\n{"step": 4, "loss":\n 9}\n{"step": 5, "loss": null}\n'
+        b'{"step": 6, "loss": 6.5}\n{"step": 2, "loss": "Infinity", "lr": 3}\n{"step": 7, "lo'
+    )
+    (three / "scalars.jsonl").write_bytes(text)
+    for piece in (*range(1, 60), len(text), 1 << 20):
+        monkeypatch.setattr(lines, "PIECE", piece)
+        run = open_run(three)
+        assert [problem.text.split(" is ")[0] for problem in run.problems] == ["line 3", "line 4", "line 5", "line 6"]
+        assert [problem.step for problem in run.problems] == [2, 2, 2, 2]
+        assert run.scalar_names == ("loss", "lr")
+        assert run.scalar("loss")[0].tolist() == [1, 2, 6]
+        assert run.scalar("loss")[1].tolist() == [0.5, np.inf, 6.5]
+        assert [column.tolist() for column in run.scalar("lr")] == [[1, 2], [1.0, 3.0]]
+        assert [step for step, _ in run.iter_scalars()] == [1, 2, 6, 2]
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("hello")
     (tmp_path / "folder").mkdir()
@@ -105,6 +141,10 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         open_run(tmp_path / "file")
     with refused("without run.json"):
         open_run(tmp_path / "folder")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe/run.json")
+    with refused("no ordinary file"):
+        open_run(tmp_path / "pipe")
     (tmp_path / "folder/run.json").mkdir()
     with refused("Is a directory"):
         open_run(tmp_path / "folder")

@@ -25,7 +25,7 @@ _HEADER = """\
 
 
 class AlertingRule(NamedTuple):
-    """One alert of Prometheus. wait: its `for`, keep: its `keep_firing_for`, "" for none."""
+    """One alert of Prometheus. wait: its `for`, keep: its `keep_firing_for`, "" for none. rule: whose it is."""
 
     alert: str
     expr: str
@@ -33,6 +33,7 @@ class AlertingRule(NamedTuple):
     keep: str
     severity: str
     annotations: dict[str, str]
+    rule: str = ""
 
 
 JOB = (
@@ -117,6 +118,7 @@ def alerting_rule(rule: Rule) -> AlertingRule:
             "condition": _literal(" ".join(rule.when.split())),
             "advice": _template(rule.advice),
         },
+        rule.name,
     )
 
 
@@ -134,16 +136,20 @@ def _literal(text: str) -> str:
 
 
 def _group(name: str, rules: Iterable[AlertingRule]) -> list[str]:
-    """JSON's strings are YAML's."""
     lines = [f"  - name: {name}", "    rules:"]
     for rule in rules:
         lines += [f"      - alert: {rule.alert}", f"        expr: {_quoted(rule.expr)}"]
         lines += [f"        for: {rule.wait}"] if rule.wait else []
         lines += [f"        keep_firing_for: {rule.keep}"] if rule.keep else []
-        lines += ["        labels:", f"          severity: {rule.severity}", "        annotations:"]
+        lines += ["        labels:", f"          severity: {rule.severity}"]
+        # `a-b` and `a_b` give one name: without this label they would be one alert, written twice.
+        lines += [f"          rule: {_quoted(rule.rule)}"] if rule.rule else []
+        lines += ["        annotations:"]
         lines += [f"          {key}: {_quoted(text)}" for key, text in rule.annotations.items()]
     return lines if len(lines) > 2 else []
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    """JSON's strings are YAML's but for a few characters that YAML forbids, or takes for the end of a line."""
+    escape = "[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]"
+    return re.sub(escape, lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))

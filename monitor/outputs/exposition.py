@@ -199,8 +199,8 @@ def _number(value: float) -> str:
 
 def _escaped(label: str) -> str:
     """A lone surrogate in a layer's name has no UTF-8 form and would fail the whole scrape: it is written out."""
-    label = label.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-    return label.encode("utf-8", "backslashreplace").decode()
+    label = label.encode("utf-8", "backslashreplace").decode()
+    return label.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
 def _run_rows(update: Update) -> dict[str, list[Row]]:

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from attnwatch.monitor.sample import Metric, Update, UsageError
 
 LOG = logging.getLogger("attnwatch")
 
+_CLIENTS = 64
 _PICK = "pass prometheus=0 to let the system pick"
 _TAKEN = {"layer", "stat", "head", *(label for series in SERIES for label in series.labels)}
 
@@ -94,7 +96,7 @@ class Prometheus:
 class Exporter(Protocol):
     """An output that can also be given up before the run begins."""
 
-    def write(self, update: Update) -> None: ...
+    def write(self, update: Update) -> str | None: ...
 
     def close(self) -> None: ...
 
@@ -213,7 +215,6 @@ class _Handler(BaseHTTPRequestHandler):
         if urlsplit(self.path).path != "/metrics":
             self.send_error(404, explain="The metrics are at /metrics.")
             return
-        self.server.scraped = time.monotonic()
         exposition = self.server.exposition
         is_end = exposition.finished  # asked before rendering: then the text says so too
         families = (family.encode() for family in exposition.text())
@@ -226,16 +227,24 @@ class _Handler(BaseHTTPRequestHandler):
             body = b"".join(families)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        if self.command == "HEAD":
+            return
         self.wfile.write(body)
+        self.server.scraped = time.monotonic()
         if is_end:
             self.server.told_end.set()
+
+    do_HEAD = do_GET  # of those who look whether there is anybody
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are no news."""
 
 
 class _Server(ThreadingTCPServer):
-    """A thread per client, so that a slow one holds up nobody. scraped: when last asked, by the monotonic clock."""
+    """A thread per client, so that a slow one holds up nobody. scraped: when last asked, by the monotonic clock.
+
+    Of more than `_CLIENTS` at a time the oldest is let go: threads and file descriptors are the trainer's too.
+    """
 
     # Not HTTPServer: that one looks up the host's name at start, which takes seconds where DNS is broken.
     allow_reuse_address = True
@@ -244,11 +253,24 @@ class _Server(ThreadingTCPServer):
 
     def __init__(self, host: str, port: int, exposition: Exposition) -> None:
         self.exposition = exposition
+        self._clients: OrderedDict[Any, None] = OrderedDict()
         self.scraped = -inf
         self.told_end = Event()
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._clients[request] = None
+        if len(self._clients) > _CLIENTS:
+            oldest, _ = self._clients.popitem(last=False)
+            with suppress(OSError):  # it has just gone
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread sees the end
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._clients.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exception()

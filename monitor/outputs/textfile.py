@@ -46,7 +46,7 @@ class TextfileOutput:
         self.path = path
         self._exposition = Exposition(metrics, max_heads, labels)
         self._linger = linger
-        self._error: OSError | None = None
+        self._problem: str | None = None
         self._news, self._ended = Event(), Event()
         try:
             self._store()
@@ -58,12 +58,12 @@ class TextfileOutput:
         self._thread = Thread(target=self._keep, name="attnwatch-textfile", daemon=True)
         self._thread.start()
 
-    def write(self, update: Update) -> None:
-        """The file says it soon. Raises OSError if the file could not be written since."""
-        if self._error is not None:
-            raise self._error
+    def write(self, update: Update) -> str | None:
+        """The file says it soon. Tells that it could not be written; that is tried again with the next update."""
         self._exposition.write(update)
         self._news.set()
+        problem, self._problem = self._problem, None
+        return problem
 
     def close(self) -> None:
         """Writes the final state, leaves it for `linger` seconds, and removes the file. Safe to call twice."""
@@ -96,8 +96,7 @@ class TextfileOutput:
             try:
                 self._store()
             except OSError as error:
-                self._error = error
-                return
+                self._problem = f"{str(self.path)!r} could not be written ({error.strerror or error})"
 
     def _store(self) -> None:
         replace_file(self.path, "".join(self._exposition.text()).encode())
