@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from attnwatch.monitor.sample import UsageError
 
-COMMANDS = ("demo", "report", "replay", "rules")
+COMMANDS = ("demo", "run", "attach", "detach", "report", "live", "replay", "scan", "export", "thin", "rules")
 """In the order of the help; each is a module of monitor/commands."""
 
 

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnwatch.monitor.session import Output, watch
+from attnwatch.monitor.journal import Output
+from attnwatch.monitor.watching import watch
 
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 12, 64, 4, 32, 16
 STEPS, PEAK_RATE, RAMP = 800, 0.1, 1500  # the rate climbs linearly and is still climbing when the run ends

@@ -55,7 +55,7 @@ def test_help_lists_the_commands_and_the_readme_shows_each() -> None:
     done = run("--help")
     assert (done.returncode, done.stderr) == (0, "")
     commands = re.findall(r"^    (\w+) ", done.stdout, re.MULTILINE)
-    assert commands == ["demo", "report", "replay", "rules"]
+    assert commands == list(cli.COMMANDS)
     usage = README.read_text(encoding="utf-8")
     assert [command for command in commands if not re.search(rf"^    attnwatch {command} ", usage, re.MULTILINE)] == []
 
@@ -282,10 +282,10 @@ def test_the_whole_demo_attention_warns_before_the_loss_and_qk_norm_stays_silent
     plain, qk_norm = (open_run(tmp_path / "demo" / name) for name in ("plain", "qk_norm"))
     assert [a.rule for a in qk_norm.alerts if a.severity != "info"] == []
     fired = {a.rule: a for a in plain.alerts}
-    alert, divergence = fired["sparse_low_rank"], fired["loss_divergence"]
+    warning, alert, divergence = (fired[rule] for rule in ("entropy_collapse", "sparse_low_rank", "loss_divergence"))
+    assert warning.fired_step is not None
     assert alert.fired_step is not None
-    lead = divergence.pending_step - alert.fired_step
-    assert lead > 0
+    assert warning.fired_step < alert.fired_step < divergence.pending_step
     for each in (plain, qk_norm):
         assert {layer.state for layer in each.coverage} == {"verified"}
         assert len(each.layers) == 12
@@ -295,8 +295,13 @@ def test_the_whole_demo_attention_warns_before_the_loss_and_qk_norm_stays_silent
     lines = done.stdout.splitlines()
     told = f"  step {alert.fired_step}: critical: sparse_low_rank: "
     assert [line for line in lines if line.startswith(told)] != []
-    fates = f"fired at step {alert.fired_step}; the loss diverged at step {divergence.pending_step}; lead {lead} steps"
-    assert [line for line in lines if line.startswith(f"plain    sparse_low_rank {fates}; final loss ")] != []
+    fates = [
+        f"plain    entropy_collapse fired at step {warning.fired_step}, "
+        f"{divergence.pending_step - warning.fired_step} steps ahead",
+        f"sparse_low_rank fired at step {alert.fired_step}, {divergence.pending_step - alert.fired_step} steps ahead",
+        f"the loss diverged at step {divergence.pending_step}",
+    ]
+    assert [line for line in lines if line.startswith("; ".join([*fates, "final loss "]))] != []
     assert [line for line in lines if line.startswith("qk_norm  no alert; the loss did not diverge; final loss ")] != []
     assert lines[-1].endswith(f" s; the report on both: {tmp_path / 'demo' / 'report.html'}")
     assert "sparse_low_rank" in (tmp_path / "demo" / "report.html").read_text(encoding="utf-8")

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from benchmarks.detection import sampling
+from benchmarks.detection.data import IGNORED, Batch
+from benchmarks.detection.held_out import HELD_OUT
+from benchmarks.detection.models import rotated, slopes
 from benchmarks.detection.predictors import PREDICTORS, crossing
 from benchmarks.detection.recipe import COLLAPSES, DIVERGES, HEALTHY, SPIKES, Recipe
 from benchmarks.detection.recipes import RECIPES
 from benchmarks.detection.replay import replay
 from benchmarks.detection.score import Case, by_rule, by_severity, interval, score
 from benchmarks.detection.study import Known, cases, known
+from benchmarks.detection.tasks import TASKS
 from benchmarks.detection.train import train
 from benchmarks.detection.truth import Truth, onset
 
@@ -22,7 +28,7 @@ from attnwatch import open_run
 from attnwatch.monitor.alerts import Alert
 from attnwatch.monitor.rules import Rule, load_rules
 
-FAST = ("batch_4", "mlp_seed_0", "norm_rms", "copy_previous_1", "sinks_apart", "sane", "sane_mlp")
+FAST = ("batch_4", "mlp_seed_0", "norm_rms", "copy_previous_1", "copy_previous_2", "sinks_apart", "sane", "sane_mlp")
 FOUND = by_rule("sparse_low_rank", "entropy_collapse")
 
 
@@ -62,7 +68,7 @@ def test_collapse_that_never_diverges_is_found(judged: dict[str, Case]) -> None:
     assert {"sparse_low_rank", "entropy_collapse"} <= {alert.rule for alert in case.fired(FOUND)}
 
 
-@pytest.mark.parametrize("name", ["norm_rms", "copy_previous_1", "sane", "sane_mlp"])
+@pytest.mark.parametrize("name", ["norm_rms", "copy_previous_1", "copy_previous_2", "sane", "sane_mlp"])
 def test_healthy_runs_raise_no_alarm(judged: dict[str, Case], name: str) -> None:
     """Neither a high rate with QK-norm, nor a head that has learned to copy the byte before, nor a usual model."""
     assert judged[name].fired(by_severity("critical", "warning")) == []
@@ -149,15 +155,89 @@ def test_intervals() -> None:
     assert (low, high) == pytest.approx((0.4, 0.6), abs=0.03)
 
 
-def test_halves_depend_on_names_alone() -> None:
-    """Changing what a recipe does moves its run directory, never its half; no name is given twice."""
+def test_parts_depend_on_names_alone() -> None:
+    """Changing what a recipe does moves its run directory, never its part; no name is given twice."""
     one = RECIPES[0]
-    assert replace(one, seed=5).half == one.half
+    assert replace(one, seed=5).part == one.part
     assert replace(one, seed=5).folder != one.folder
-    assert replace(one, label=HEALTHY, reference="x").folder == one.folder
-    names = [recipe.name for recipe in (*RECIPES, *sampling.SAMPLED)]
+    assert replace(one, label=HEALTHY, reference="x", fresh=True).folder == one.folder
+    assert {recipe.part for recipe in RECIPES} == {"tuning", "report"}
+    assert {recipe.part for recipe in HELD_OUT} == {"held out"}
+    every = (*RECIPES, *HELD_OUT)
+    names = [recipe.name for recipe in (*every, *sampling.SAMPLED)]
     assert len(set(names)) == len(names)
-    assert {r.reference for r in RECIPES} - {""} <= set(names)
+    assert {r.reference for r in every} - {""} <= set(names)
+
+
+@pytest.mark.parametrize("recipe", HELD_OUT, ids=lambda recipe: recipe.name)
+def test_no_held_out_recipe_is_one_that_was_seen(recipe: Recipe) -> None:
+    """Whatever its name: another seed, task, shape or rate than any recipe that the rules were chosen on."""
+    seen = {replace(known, name="", label="", reference="") for known in RECIPES}
+    assert replace(recipe, name="", label="", reference="", fresh=False) not in seen
+
+
+# --- tasks and positions ---------------------------------------------------------------------------------------------
+
+
+def drawn(task: str, length: int) -> Batch:
+    return TASKS[task](64, length, 0, torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("task", ["copy_string", "sort_string"])
+def test_strings_are_answered_after_the_separator(task: str) -> None:
+    """8 letters, a 0, and 8 answers each of which is the target one place before it stands."""
+    inputs, targets, _ = drawn(task, 16)
+    assert inputs.shape == targets.shape == (64, 16)
+    given = inputs[:, :8]
+    assert (targets[:, :8] == IGNORED).all()
+    assert (inputs[:, 8] == 0).all()
+    wanted = given if task == "copy_string" else given.sort(1).values
+    assert torch.equal(targets[:, 8:], wanted)
+    assert torch.equal(inputs[:, 9:], wanted[:, :-1])
+
+
+def test_recall_asks_for_values_it_has_told() -> None:
+    """4 pairs, then 8 questions: at each the target is the value told with that key, everywhere else nothing."""
+    inputs, targets, _ = drawn("recall", 24)
+    for row, wanted in zip(inputs.tolist(), targets.tolist(), strict=True):
+        value = dict(zip(row[0:8:2], row[1:8:2], strict=True))
+        assert sorted(value) == [0, 1, 2, 3]
+        assert wanted[8::2] == [value[key] for key in row[8::2]]
+        assert set(wanted[:8] + wanted[9::2]) == {IGNORED}
+
+
+def test_a_walk_follows_its_own_map_three_steps_in_four() -> None:
+    """Of the steps from a letter, at least 1 - JUMP go to the same one; maps differ between sequences."""
+    inputs, targets, _ = drawn("own_map", 512)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    step = torch.zeros(64, 16, 16)
+    step.index_put_((torch.arange(64)[:, None].expand_as(inputs), inputs, targets), torch.ones(()), accumulate=True)
+    assert step.amax(2).sum().item() / inputs.numel() == pytest.approx(0.75 + 0.25 / 16, abs=0.02)
+    assert len({tuple(row.tolist()) for row in step.argmax(2)}) == 64
+
+
+def test_questions_without_causal_mask() -> None:
+    inputs, targets, _ = drawn("maximum", 16)
+    assert torch.equal(targets, inputs.amax(1, keepdim=True).expand(-1, 16))
+    inputs, targets, _ = drawn("reverse", 16)
+    assert torch.equal(targets[:, 0], inputs[:, -1])
+    assert torch.equal(targets[:, -1], inputs[:, 0])
+
+
+def test_rotated_products_depend_on_distance_alone() -> None:
+    q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits = rotated(q.expand(1, 1, 6, 8)) @ rotated(k.expand(1, 1, 6, 8)).mT
+    for distance in range(6):
+        along = logits[0, 0].diagonal(-distance)
+        assert torch.allclose(along, along[0], atol=1e-6)
+    assert logits[0, 0, 0, 0].item() == pytest.approx((q @ k).item())
+
+
+def test_slopes_by_hand() -> None:
+    """Two heads: slopes 2^-4 and 2^-8 a position back; what comes later is hidden."""
+    found = slopes(2, 3)
+    assert found[0].tolist() == [[0, -inf, -inf], [-1 / 16, 0, -inf], [-2 / 16, -1 / 16, 0]]
+    assert found[1, 2].tolist() == [-2 / 256, -1 / 256, 0]
 
 
 def test_lines_are_rules_that_load() -> None:

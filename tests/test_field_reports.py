@@ -94,17 +94,16 @@ def test_pytorch_11476_replicas_share_hooks_and_race(armed: Any) -> None:
     model, weights = model_of()
     x = tokens(6, 7, 24)
     probe = armed(model.train())
-    for _ in range(2):  # nameless weights are found in the first step, and taken in the second
-        probe.arm(look=True)
-        replicas = [replicate(model) for _ in range(2)]
-        pairs = zip(replicas, x.chunk(2), strict=True)
-        threads = [threading.Thread(target=replica, args=(part,)) for replica, part in pairs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        reading = probe.finish()
-        assert reading.problems == ()
+    probe.arm(look=True)
+    replicas = [replicate(model) for _ in range(2)]
+    pairs = zip(replicas, x.chunk(2), strict=True)
+    threads = [threading.Thread(target=replica, args=(part,)) for replica, part in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reading = probe.finish()
+    assert reading.problems == ()
     assert reading.measured == ("mix",)
     assert_statistics(reading, *weights.project(x)[:2], causal=True)
     assert_spectrum(reading, weights.q, weights.k)
@@ -128,7 +127,7 @@ def test_deepspeed_6987_parameters_are_empty_outside_of_the_forward(armed: Any) 
         shard(layer)
     assert all(layer.weight.numel() == 0 for layer in layers)
     probe = armed(model.train())
-    for _ in range(2):  # as above
+    for _ in range(2):  # nameless weights are found in the first step, and taken in the second
         probe.arm(look=True)
         with torch.no_grad():  # the shards have no gradients here
             model(tokens())

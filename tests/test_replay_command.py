@@ -45,7 +45,8 @@ def test_one_run_in_words(runs: list[str], capsys: pytest.CaptureFixture[str]) -
         "grad_norm > 3 * lowest(grad_norm) 203 99",
         "entropy_collapse fires 220 82 warning",
         "the loss diverges 302",
-        "spread_ratio > 3 past its line from the start",
+        "spread_ratio > 3 30 272",
+        "qk_rank_ratio < 0.5 past its line from the start",
         "logit_max > 100 did not cross",
         "qk_energy_top10 > 0.9 not measured",
     ):
@@ -55,7 +56,7 @@ def test_one_run_in_words(runs: list[str], capsys: pytest.CaptureFixture[str]) -
 
 def test_several_runs_end_in_a_table_and_a_sentence(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     lines = words(said(capsys, *runs))
-    assert "bad 302 entropy_collapse 220 82 grad_norm 203" in lines
+    assert "bad 302 entropy_collapse 220 82 spread_ratio 30" in lines
     assert "no alert fired" in lines
     assert lines[-1].startswith(
         "Detected before the loss diverged: 1 of 1 diverged runs (lead: median 82 steps, least 82"

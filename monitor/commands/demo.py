@@ -87,16 +87,16 @@ class _Screen:
 
 
 def _outcome(run: Run) -> str:
-    """When the alert fired, when the loss diverged, the lead, and where the loss ended."""
-    from attnwatch.reports.summary import fired, lead, main_alert, onset
+    """Which alert of collapse fired when, how many steps before the loss diverged, and where the loss ended."""
+    from attnwatch.reports.summary import COLLAPSE, fired, leads, onset
 
-    first = main_alert(run) if fired(run, "warning", "critical") else None
-    diverged, ahead = onset(run), lead(run)
+    diverged, ahead = onset(run), leads(run)
+    first = {alert.rule: alert for alert in reversed(fired(run, "warning", "critical")) if alert.rule in COLLAPSE}
     loss = run.scalar("loss")[1][-20:]
     parts = [
-        "no alert" if first is None else f"{first.rule} fired at step {first.fired_step}",
-        "the loss did not diverge" if diverged is None else f"the loss diverged at step {diverged}",
-        *([] if ahead is None else [f"lead {ahead} steps"]),
-        f"final loss {loss.mean():.2f} (mean of the last {len(loss)} steps)",
+        f"{alert.rule} fired at step {alert.fired_step}" + (f", {ahead[rule]} steps ahead" if rule in ahead else "")
+        for rule, alert in sorted(first.items(), key=lambda item: item[1].fired_step or 0)
     ]
-    return "; ".join(parts)
+    parts.append("the loss did not diverge" if diverged is None else f"the loss diverged at step {diverged}")
+    parts.append(f"final loss {loss.mean():.2f} (mean of the last {len(loss)} steps)")
+    return "; ".join(parts if first else ["no alert", *parts])

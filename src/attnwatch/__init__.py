@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from attnwatch.hooks.statistics import attention_statistics as attention_statistics
     from attnwatch.monitor.alerts import Alert as Alert
     from attnwatch.monitor.alerts import TrainingStopped as TrainingStopped
+    from attnwatch.monitor.attach.armed import arm as arm
+    from attnwatch.monitor.outputs.prometheus import Prometheus as Prometheus
     from attnwatch.monitor.rules import Rule as Rule
     from attnwatch.monitor.sample import Coverage as Coverage
     from attnwatch.monitor.sample import Sample as Sample
     from attnwatch.monitor.sample import UsageError as UsageError
     from attnwatch.monitor.session import Monitor as Monitor
-    from attnwatch.monitor.session import watch as watch
     from attnwatch.monitor.store import Run as Run
     from attnwatch.monitor.store import open_run as open_run
+    from attnwatch.monitor.watching import watch as watch
 
 __version__ = "0.1.0"
 
@@ -31,21 +33,23 @@ _HOME = {
     "Attention": "hooks.attention",
     "Coverage": "monitor.sample",
     "Monitor": "monitor.session",
+    "Prometheus": "monitor.outputs.prometheus",
     "Rule": "monitor.rules",
     "Run": "monitor.store",
     "Sample": "monitor.sample",
     "TrainingStopped": "monitor.alerts",
     "UsageError": "monitor.sample",
+    "arm": "monitor.attach.armed",
     "attention_statistics": "hooks.statistics",
     "observe": "hooks.probe",
     "open_run": "monitor.store",
     "qk_statistics": "hooks.spectrum",
-    "watch": "monitor.session",
+    "watch": "monitor.watching",
 }
 
 __all__ = [  # noqa: RUF022 (the order users meet them)
-    "watch", "observe", "attention_statistics", "qk_statistics", "open_run",
-    "Monitor", "Run", "Sample", "Alert", "Rule", "Coverage", "Attention", "TrainingStopped", "UsageError",
+    "watch", "observe", "attention_statistics", "qk_statistics", "open_run", "arm",
+    "Monitor", "Run", "Sample", "Alert", "Rule", "Coverage", "Attention", "Prometheus", "TrainingStopped", "UsageError",
 ]  # fmt: skip
 
 

@@ -1,0 +1,118 @@
+"""The side of a script that `attnwatch run` has started: wait for torch, then for the first optimizer step.
+
+Python itself runs the script, as `python script.py` does; this is called by startup/sitecustomize.py before it.
+Nothing is loaded that the script has not loaded: it may still choose how torch is to start.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnwatch.monitor.attach.watcher import Watcher
+
+STARTUP = Path(__file__).parent / "startup"
+VARIABLE = "ATTNWATCH_RUN"
+
+_watchers: list[Watcher] = []
+
+
+def environment(wanted: dict[str, Any]) -> dict[str, str]:
+    """That of this process, with what `begin` needs in the process that takes its place."""
+    path = os.environ.get("PYTHONPATH")
+    asked = json.dumps({"wanted": wanted, "path": path, "process": os.getpid()})
+    paths = [str(STARTUP), *([path] if path else [])]
+    return {**os.environ, VARIABLE: asked, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def begin() -> None:
+    """Leave the environment as it was, for the script and what it starts; load the sitecustomize that was hidden."""
+    asked = json.loads(os.environ.pop(VARIABLE))
+    if asked["path"] is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = asked["path"]
+    sys.path[:] = [path for path in sys.path if Path(path) != STARTUP]
+    if asked["process"] == os.getpid():
+        sys.meta_path.insert(0, AfterImport("torch", lambda: _watch(asked["wanted"])))
+        atexit.register(_say_if_nothing, os.getpid())
+    _load_hidden("sitecustomize")
+
+
+def _load_hidden(name: str) -> None:
+    ours = sys.modules.pop(name)
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        sys.modules[name] = ours  # the import of ours, which is under way, wants to find it
+        if error.name != name:
+            raise
+
+
+class AfterImport(MetaPathFinder):
+    """Calls back once, when a module has been loaded."""
+
+    def __init__(self, name: str, call: Callable[[], None]):
+        self._name, self._call = name, call
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        loader: Any = spec.loader if spec is not None else None
+        if loader is None:
+            return spec
+        load = loader.exec_module
+
+        def load_and_call(module: ModuleType) -> None:
+            del loader.exec_module
+            load(module)
+            self._call()
+
+        loader.exec_module = load_and_call
+        return spec
+
+
+def _watch(wanted: dict[str, Any]) -> None:
+    """torch is there: wait for a step."""
+    from attnwatch.monitor.attach.crossing import Crossing
+
+    crossing = Crossing()
+
+    def first_step(optimizer: Any) -> None:
+        from attnwatch.monitor.attach.wanted import Wanted
+        from attnwatch.monitor.attach.watcher import Watcher
+
+        watcher = Watcher.current = Watcher(Wanted(**wanted), say, crossing)
+        _watchers.append(watcher)
+        crossing.after = watcher.after
+        watcher.after(optimizer)
+
+    crossing.after = first_step
+    crossing.open()
+
+
+def _say_if_nothing(process: int) -> None:
+    if os.getpid() != process:
+        return
+    found = [each for watcher in _watchers for each in watcher.found]
+    if not _watchers:
+        say("nothing was watched: no optimizer took a step")
+    elif not any(watcher.begun for watcher in _watchers):
+        say(f"nothing was watched: expected a model with attention in training, found {'; '.join(found) or 'none'}")
+
+
+def say(line: str) -> None:
+    print(f"attnwatch: {line}", file=sys.stderr, flush=True)

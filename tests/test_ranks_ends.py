@@ -1,0 +1,173 @@
+"""Ranks that leave, fail, stop or die: the others go on, whoever they are, and say what happened."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from tests import ranks_ends
+from tests.gang import gang
+from tests.ranks_worker import decoder
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import attnwatch
+from attnwatch import UsageError
+from attnwatch.monitor.paths import open_runs
+
+LAYERS = ("blocks.0.attention", "blocks.1.attention")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One pair of processes that lived through everything, and was killed at last."""
+    place = tmp_path_factory.mktemp("ends")
+    names = [end.__name__ for end in ranks_ends.ENDS]
+    assert names[-1] == "dies"
+    gang("ranks_ends.py", 2, str(place), *names, codes=(0, -signal.SIGKILL))
+    return place
+
+
+def told(ended: Path, name: str) -> list[dict[str, Any]]:
+    """What the ranks said that lived."""
+    return [json.loads(path.read_text()) for path in sorted(ended.glob(f"{name}-[01].json"))]
+
+
+def problems(ended: Path, name: str) -> list[tuple[str, str]]:
+    return [(problem.where, problem.text) for problem in attnwatch.open_run(ended / name).problems]
+
+
+def test_a_rank_that_cannot_measure_holds_up_nobody(ended: Path) -> None:
+    """Its failure reaches the run by name, and every step is sampled: by the other rank alone where it failed."""
+    run = attnwatch.open_run(ended / "fails")
+    assert run.steps.tolist() == [0, 1, 2, 3]
+    assert run.layers == LAYERS
+    assert not np.isnan(run.metric("entropy")).any()
+    found = problems(ended, "fails")
+    assert ("sample", "rank 1: ZeroDivisionError: division by zero") in found
+    assert ("hooks", "rank 1: ZeroDivisionError: division by zero") in found
+
+
+def test_a_rank_that_leaves_is_named_and_rank_0_goes_on(ended: Path) -> None:
+    run = attnwatch.open_run(ended / "leaves")
+    assert run.steps.tolist() == [0, 1, 2, 3]
+    left = "ranks are not merged any more: rank 1 closed its monitor; this run holds what rank 0 sees"
+    assert problems(ended, "leaves") == [("ranks", left)]
+    assert [rank["last"] for rank in told(ended, "leaves")] == [3, 1]
+
+
+def test_a_rank_that_never_watched_is_named(ended: Path) -> None:
+    """Rank 0 records in the run it was given, as if it were alone."""
+    run = attnwatch.open_run(ended / "stays_away")
+    assert run.steps.tolist() == [0, 1, 2, 3]
+    assert [text for _, text in problems(ended, "stays_away")] == [
+        "ranks are not merged: rank 1 did not call attnwatch.watch for this run; this run holds what rank 0 sees"
+    ]
+
+
+def test_another_rank_than_0_records_beside_the_run_when_it_is_alone(ended: Path) -> None:
+    assert not (ended / "first_stays_away").exists()
+    run = attnwatch.open_run(ended / "first_stays_away-rank00001")
+    assert run.steps.tolist() == [0, 1, 2, 3]
+    assert told(ended, "first_stays_away")[1]["run"] == "first_stays_away-rank00001"
+
+
+def test_patience_ends(ended: Path) -> None:
+    """A rank that calls `step` no more is waited for once, and named."""
+    run = attnwatch.open_run(ended / "falls_silent")
+    assert run.steps.tolist() == [0, 1, 2]
+    ((_, text),) = problems(ended, "falls_silent")
+    assert "rank 1 did not come to the sample of step 1 within 1 s" in text
+
+
+def test_all_ranks_stop_at_the_same_step(ended: Path) -> None:
+    """Rank 0 sees the scalar at step 3, between two samples; all of them hear of it with the sample of step 4."""
+    for rank in told(ended, "stops"):
+        assert (rank["done"], rank["stopped"], rank["alerts"]) == (4, "late", ["late"])
+    assert attnwatch.open_run(ended / "stops").alerts[0].fired_step == 3
+
+
+def test_without_merging_every_rank_records_for_itself(ended: Path) -> None:
+    """And waits for nobody: rank 1 trains for half as long."""
+    runs = [attnwatch.open_run(ended / "apart" / f"rank0000{rank}") for rank in range(2)]
+    assert [run.steps.tolist() for run in runs] == [[0, 1, 2, 3], [0, 1]]
+    assert [run.path for run in open_runs([ended / "apart"])[0]] == [run.path for run in runs]  # what commands read
+    assert not np.array_equal(runs[0].metric("entropy")[:2], runs[1].metric("entropy"))
+    assert [rank["run"] for rank in told(ended, "apart")] == ["rank00000", "rank00001"]
+
+
+def test_different_weights_under_one_name_are_named(ended: Path) -> None:
+    """And steps that were counted differently."""
+    found = dict(problems(ended, "different"))
+    assert set(found) == {"blocks.1.attention", "step"}
+    assert found["blocks.1.attention"].startswith("ranks hold different weights under this name")
+    assert found["step"].startswith("ranks are at different steps, 0 to 1")
+
+
+def test_a_budget_is_kept_by_all_alike(ended: Path) -> None:
+    """What a sample costs differs from rank to rank: the steps that are sampled do not."""
+    first, second = (rank["samples"] for rank in told(ended, "keeps_a_budget"))
+    assert first == second == attnwatch.open_run(ended / "keeps_a_budget").steps.tolist()
+    assert len(first) < 40  # it was lengthened
+    assert "ranks" not in dict(problems(ended, "keeps_a_budget"))
+
+
+def test_a_resumed_run_goes_on_with_the_steps(ended: Path) -> None:
+    steps = [attnwatch.open_run(ended / "resumes" / name).steps.tolist() for name in ("first", "second")]
+    assert steps == [[0, 3], [6, 9]]
+
+
+def test_a_sample_is_two_collectives(ended: Path) -> None:
+    """One for each kind of merge, however many layers. What ranks hold is told in the first sample, the alert of the
+    third in the fourth: each once."""
+    plain = ["reduce", "reduce"]
+    news = [*plain, "gather", *plain]
+    for rank in told(ended, "counts"):
+        assert rank["each"] == [news, plain, plain, news, plain, plain]
+
+
+def test_a_rank_that_is_killed_in_the_middle_of_a_sample_ends_the_merging_only(ended: Path) -> None:
+    assert len(told(ended, "dies")) == 1
+    run = attnwatch.open_run(ended / "dies")
+    assert run.steps.tolist() == [0, 1, 2, 3]
+    assert run.ended
+    ((where, text),) = problems(ended, "dies")
+    assert where == "ranks"
+    assert text.startswith("ranks are not merged any more: ")
+
+
+# --- what cannot begin ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pretended() -> Iterator[None]:
+    """This process is rank 1 of two, says torch; there is no other, and no store to meet at."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_separate_runs_need_a_directory_that_all_ranks_know() -> None:
+    """By the clock each would choose its own."""
+    with pytest.raises(UsageError, match='expected run= with merge="none", found none'):
+        attnwatch.watch(decoder(), merge="none")
+    with pytest.raises(UsageError, match=r'expected merge to be "ranks" or "none", found \'all\''):
+        attnwatch.watch(decoder(), merge="all")
+
+
+@pytest.mark.usefixtures("pretended")
+def test_where_ranks_cannot_meet_each_records_for_itself(tmp_path: Path) -> None:
+    model = decoder()
+    with attnwatch.watch(model, run=tmp_path / "run", report=False) as monitor:
+        ranks_ends.fit(monitor, model, [0])
+    assert monitor.run == tmp_path / "run-rank00001"
+    assert attnwatch.open_run(monitor.run).steps.tolist() == [0]
+    ((where, text),) = ((problem.where, problem.text) for problem in monitor.problems)
+    assert where == "ranks"
+    assert text.startswith("ranks are not merged: ")

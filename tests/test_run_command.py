@@ -1,0 +1,165 @@
+"""`attnwatch run`: a script is watched, and cannot tell the difference."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.attaching import SCRIPT, Shell
+
+from attnwatch import open_run
+
+ASKS = '''\
+"""A script that says how it was started."""
+import json, os, pickle, sys
+
+class Kept:
+    pass
+
+if __name__ == "__main__":
+    main = sys.modules["__main__"]
+    print(json.dumps({
+        "argv": sys.argv, "file": __file__, "name": __name__, "spec": main.__spec__ and main.__spec__.name,
+        "own": main.__dict__ is globals(), "path": sys.path[0], "doc": __doc__, "optimized": sys.flags.optimize,
+        "pickled": type(pickle.loads(pickle.dumps(Kept()))) is Kept, "environment": dict(os.environ),
+        "loaded": sorted({"torch", "numpy"} & set(sys.modules)),
+    }))
+    sys.exit(int(sys.argv[-1]))
+'''
+
+SPAWNS = """\
+import torch, sys
+from torch.utils.data import DataLoader, Dataset
+
+class Rows(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, row):
+        import os
+        return torch.tensor([row, "ATTNWATCH_RUN" in os.environ, "attnwatch" in sys.modules])
+
+if __name__ == "__main__":
+    rows = DataLoader(Rows(), batch_size=2, num_workers=1, multiprocessing_context="spawn")
+    print(torch.cat(list(rows)).tolist())
+"""
+
+
+@pytest.fixture
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    return Shell(tmp_path_factory.mktemp("r"))
+
+
+def asked(command: list[object], folder: Path, environment: dict[str, str], code: int) -> dict[str, Any]:
+    done = subprocess.run([*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("flags", "start"),
+    [([], ["asks.py"]), (["-O"], ["./asks.py"]), ([], ["-m", "asks"]), (["-W", "ignore", "-u"], ["-m", "package"])],
+)
+def test_a_script_starts_as_python_starts_it(flags: list[str], start: list[str], shell: Shell, tmp_path: Path) -> None:
+    """Arguments, `__main__`, paths, environment, exit code; a class of the script can be pickled. Nothing is loaded."""
+    (tmp_path / "package").mkdir()
+    for path in ("asks.py", "package/__main__.py"):
+        (tmp_path / path).write_text(ASKS)
+    environment = {**shell.environment, "PYTHONPATH": str(tmp_path / "elsewhere")}
+    rest = [*start, "--every", "3", "-m", "x", "7"]
+    alone = asked([sys.executable, *flags, *rest], tmp_path, environment, code=7)
+    watched = asked(
+        [sys.executable, *flags, "-m", "attnwatch", "run", "--every", "5", *rest], tmp_path, environment, code=7
+    )
+    assert watched == alone
+    assert (alone["own"], alone["pickled"], alone["loaded"]) == (True, True, [])
+
+
+def test_the_installed_command_starts_scripts_too(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "asks.py").write_text(ASKS)
+    done = shell.run("run", "asks.py", "0", cwd=tmp_path)
+    assert (done.returncode, json.loads(done.stdout)["argv"]) == (0, ["asks.py", "0"])
+    assert done.stderr == "attnwatch: nothing was watched: no optimizer took a step\n"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_sitecustomize_of_the_machine_is_loaded(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.customized = True")
+    (tmp_path / "script.py").write_text("import sitecustomize; print(customized, sitecustomize.__file__)")
+    environment = {**shell.environment, "PYTHONPATH": str(tmp_path)}
+    done = shell.run("run", tmp_path / "script.py", env=environment)
+    assert done.stdout == f"True {tmp_path / 'sitecustomize.py'}\n"
+
+
+def test_workers_that_are_spawned_find_the_scripts_classes(shell: Shell, tmp_path: Path) -> None:
+    """They start as without us: nothing of ours is in them."""
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    done = shell.run("run", "spawns.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"{[[row, 0, 0] for row in range(4)]}\n"), done.stderr
+
+
+def test_a_signal_reaches_the_script_and_what_was_recorded_is_kept(shell: Shell, tmp_path: Path) -> None:
+    folder = tmp_path / "watched"
+    folder.mkdir()
+    command = ["-m", "attnwatch", "run", "--run", tmp_path / "run", "--every", 1, SCRIPT, "plain", folder]
+    process = shell.start(*command)
+    losses = folder / "losses"
+    while not losses.exists() or losses.read_text().count("\n") < 6:
+        assert process.poll() is None, process.communicate()[0]
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
+    assert said == f"attnwatch: watching Decoder from step 1 on, every 1 steps, in {tmp_path / 'run'}\n"
+    assert open_run(tmp_path / "run").steps.tolist()[:4] == [1, 2, 3, 4]
+
+
+def test_of_several_ranks_the_first_is_watched(shell: Shell, tmp_path: Path) -> None:
+    """As torchrun starts them."""
+    (tmp_path / "ranks.py").write_text(
+        f"import os, sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "from pathlib import Path\nfrom trainees import begin\n"
+        "folder = Path(os.environ['RANK']); folder.mkdir(); begin('plain', folder, 5)\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "attnwatch", "run", "-o", "run", "--every", "2", "ranks.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=shell.environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("attnwatch: ")]
+    assert told == [
+        "attnwatch: rank 0 of 2 is watched: its share of the batch",
+        f"attnwatch: watching Decoder from step 1 on, every 2 steps, in {tmp_path / 'run'}",
+        f"attnwatch: Decoder was watched up to step 4, 0 alerts fired: {tmp_path / 'run' / 'report.html'}",
+    ]
+    assert open_run(tmp_path / "run").steps.tolist() == [1, 3]
+    assert [(tmp_path / rank / "losses").read_text().count("\n") for rank in "01"] == [5, 5]
+    assert not (tmp_path / "run-2").exists()
+
+
+def test_wrong_use_is_one_line_before_the_script_starts(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "asks.py").write_text("print('started')")
+    for options in (["--every", "0"], ["--rules", "no.toml"], ["--run", ""], ["--compiled", "no"]):
+        shell.refuses("run", *options, "asks.py", cwd=tmp_path)
+    deaf = [sys.executable, "-E", "-m", "attnwatch", "run", "asks.py"]
+    done = subprocess.run(deaf, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "found -E, -I or -S" in done.stderr
+
+
+def test_a_script_without_attention_is_named_at_its_end(shell: Shell, tmp_path: Path) -> None:
+    folder = tmp_path / "watched"
+    folder.mkdir()
+    done = shell.run("run", SCRIPT, "without_attention", folder, "3", cwd=tmp_path)
+    found = "0  Linear: 20 parameters, no attention, trained by SGD"
+    assert (
+        done.stderr == f"attnwatch: nothing was watched: expected a model with attention in training, found {found}\n"
+    )
+    assert (done.returncode, os.listdir(tmp_path)) == (0, ["watched"])
+    left = json.loads((folder / "left.json").read_text())
+    assert (left["forward_hooks"], left["optimizer_hooks"], left["backward"]) == (0, 1, True)
