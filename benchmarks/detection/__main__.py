@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.detection import __doc__ as ABOUT
 from benchmarks.detection import sampling
+from benchmarks.detection.held_out import HELD_OUT
 from benchmarks.detection.recipes import RECIPES
 from benchmarks.detection.run import make
 from benchmarks.detection.study import known
@@ -34,7 +35,9 @@ def main() -> None:
         help="table: the page to write, FILE-runs.md beside it",
     )
     options = parser.parse_args()
-    chosen, sampled = ([r for r in some if fnmatch(r.name, options.only)] for some in (RECIPES, sampling.SAMPLED))
+    chosen, sampled = (
+        [r for r in some if fnmatch(r.name, options.only)] for some in ((*RECIPES, *HELD_OUT), sampling.SAMPLED)
+    )
     console = Console(stderr=True)
     if options.command == "run":
         make([*chosen, *sampled], options.runs, options.jobs, console)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 CLASSES = {"digits_2": 10, "digits_1": 10}
 PATCH = {"digits_2": 2, "digits_1": 1}
+SEE_ALL = (*PATCH, "maximum", "reverse")
+"""Sources whose queries see every key."""
 
 
 class Attention(nn.Module):
@@ -21,7 +23,9 @@ class Attention(nn.Module):
     def __init__(self, recipe: Recipe):
         super().__init__()
         width, self.heads, self.call = recipe.width, recipe.heads, recipe.call
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (matrix(width, width) for _ in range(4))
+        self.kv_heads, self.position = recipe.kv_heads or recipe.heads, recipe.position
+        kv = width // recipe.heads * self.kv_heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (matrix(width, n) for n in (width, kv, kv, width))
         size = width if recipe.norm == "rms_across" else width // recipe.heads
         self.across = recipe.norm == "rms_across"
         self.q_norm, self.k_norm = (_norm(recipe.norm, size) for _ in range(2))
@@ -33,14 +37,19 @@ class Attention(nn.Module):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.across:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
+        size = q.shape[-1] // self.heads
+        q, k, v = (y.unflatten(-1, (-1, size)).transpose(1, 2) for y in (q, k, v))
         if not self.across:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.position == "rope":
+            q, k = rotated(q), rotated(k)
         scale = q.shape[-1] ** -0.5
         if self.g is not None:
             q, scale = q * self.g, 1.0
         if self.call == "sdpa":
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal and seen is None, scale=scale)
+            y = F.scaled_dot_product_attention(
+                q, k, v, seen, is_causal=causal and seen is None, scale=scale, enable_gqa=self.kv_heads < self.heads
+            )
         else:
             y = self._by_hand(q, k, v, seen, causal, scale)
         out: Tensor = self.o_proj(y.transpose(1, 2).flatten(-2))
@@ -55,6 +64,20 @@ class Attention(nn.Module):
         if seen is not None:
             scores = scores.masked_fill(~seen, -torch.inf)
         return scores.float().softmax(-1) @ v
+
+
+def rotated(x: Tensor) -> Tensor:  # [B, H, T, size], rotary positions of base 100
+    half = x.shape[-1] // 2
+    angle = torch.arange(x.shape[2])[:, None] * 100.0 ** (-torch.arange(half) / half)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+
+def slopes(heads: int, length: int) -> Tensor:
+    """`[H, T, T]`: what ALiBi adds to the logits, with the causal mask."""
+    place = torch.arange(length)
+    distance = (place[None, :] - place[:, None]).float().masked_fill(place[None, :] > place[:, None], -torch.inf)
+    return distance * 2.0 ** (-8 * torch.arange(1, heads + 1) / heads)[:, None, None]
 
 
 class Unit(nn.Module):
@@ -118,27 +141,39 @@ class Transformer(nn.Module):
     def __init__(self, recipe: Recipe):
         super().__init__()
         patch = PATCH.get(recipe.data)
-        self.causal, self.window = patch is None, recipe.window
+        self.causal, self.window, self.pooled = recipe.data not in SEE_ALL, recipe.window, patch is not None
+        self.alibi = slopes(recipe.heads, recipe.length) if recipe.position == "alibi" else None
         self.embedding: nn.Module = (
             nn.Embedding(256, recipe.width) if patch is None else nn.Linear(patch**2, recipe.width)
         )
         places = recipe.length if patch is None else (8 // patch) ** 2
-        self.position = nn.Parameter(torch.randn(places, recipe.width) * (0.3 if patch is None else 0.5))
+        self.position = (
+            nn.Parameter(torch.randn(places, recipe.width) * (0.3 if patch is None else 0.5))
+            if recipe.position == "learned"
+            else None
+        )
         self.blocks = nn.ModuleList(Block(recipe) for _ in range(recipe.layers))
         self.norm = nn.LayerNorm(recipe.width, bias=False)
         self.head = matrix(recipe.width, CLASSES.get(recipe.data, 256), 0.5)
+        if recipe.shared:
+            nn.init.normal_(cast(nn.Embedding, self.embedding).weight, std=recipe.width**-0.5)
+            self.head.weight = cast(nn.Embedding, self.embedding).weight
 
     def forward(self, batch: Batch) -> Tensor:  # [B, T, 256], or [B, 10] of images
-        x = self.embedding(batch.inputs) + self.position
+        x = self.embedding(batch.inputs)
+        if self.position is not None:
+            x = x + self.position
         seen = self._seen(batch)
         for block in self.blocks:
             x = block(x, seen, self.causal)
         x = self.norm(x)
-        out: Tensor = self.head(x if self.causal else x.mean(1))
+        out: Tensor = self.head(x.mean(1) if self.pooled else x)
         return out
 
     def _seen(self, batch: Batch) -> Tensor | None:
-        """Which keys a row may see, where causality alone does not say it."""
+        """Which keys a row may see, where causality alone does not say it; or what ALiBi adds to its logits."""
+        if self.alibi is not None:
+            return self.alibi
         if not self.window and batch.padding is None:
             return None
         length = batch.inputs.shape[1]
@@ -153,6 +188,7 @@ class Qwen3(nn.Module):
 
     def __init__(self, recipe: Recipe):
         super().__init__()
+        from tests import vision as vision  # before transformers
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         settings: dict[str, Any] = {
@@ -213,13 +249,19 @@ def blind(model: Transformer) -> None:
         attention.q_proj.weight.zero_()
 
 
+def _places(model: Transformer) -> nn.Parameter:
+    if model.position is None:
+        raise ValueError("expected learned positions for a built-in sink, found none; leave start or position away")
+    return model.position
+
+
 def _sinks(model: Transformer, keys: list[Tensor]) -> None:
     """Give every head a sink: each query carries a common direction, which finds the keys that carry the head's own.
 
     keys: for each head of a layer a direction of unit length, orthogonal to the others.
     """
     common = _directions(model, len(keys) + 1)[-1]
-    model.position.add_(4 * common)
+    _places(model).add_(4 * common)
     for attention in _attentions(model):
         size = attention.q_proj.weight.shape[0] // attention.heads
         for head, key in enumerate(keys):
@@ -229,7 +271,7 @@ def _sinks(model: Transformer, keys: list[Tensor]) -> None:
 
 def _directions(model: Transformer, count: int) -> Tensor:
     """`[count, width]`, orthonormal and of mean 0, so that layer norms keep them; always the same."""
-    width = model.position.shape[1]
+    width = _places(model).shape[1]
     drawn = torch.randn(width, count, generator=torch.Generator().manual_seed(7))
     basis: Tensor = torch.linalg.qr(drawn - drawn.mean(0)).Q
     return basis.T
@@ -248,7 +290,7 @@ def sinks_apart(model: Transformer) -> None:
     heads = _attentions(model)[0].heads
     keys = list(_directions(model, heads + 1)[:-1])
     for place, key in enumerate(keys):
-        model.position[place] += 8 * key
+        _places(model)[place] += 8 * key
     _sinks(model, keys)
 
 
@@ -256,7 +298,7 @@ def sinks_spread(model: Transformer) -> None:
     """Every head looks at the first two keys alike."""
     heads = _attentions(model)[0].heads
     key = _directions(model, heads + 1)[0]
-    model.position[:2] += 8 * key
+    _places(model)[:2] += 8 * key
     _sinks(model, [key] * heads)
 
 

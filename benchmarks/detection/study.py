@@ -1,4 +1,4 @@
-"""From stored runs to figures: every rule and every single predictor on both halves of the recipes."""
+"""From stored runs to figures: every rule and every single predictor on each part of the recipes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from numpy.typing import NDArray
 from attnwatch.monitor.predictors import predictors
 from attnwatch.monitor.rules import Rule
 from attnwatch.monitor.run import Run
+from attnwatch.monitor.sweep import Sweep, variants
 
-HALVES = ("tuning", "report")
+PARTS = ("tuning", "report", "held out")
+SPREADS = (3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 15.0)
+"""Numbers to try in place of those that the collapse rules compare spread_ratio with."""
 
 
 class Known(NamedTuple):
@@ -45,10 +48,33 @@ def cases(runs: Iterable[Known], rules: Sequence[Rule], thin: int = 1) -> list[C
 
 
 def lines(runs: Sequence[Known]) -> list[Rule]:
-    """A rule for each single number: with the line that attnwatch ships, and with the best one on the tuning half."""
+    """A rule for each single number: with the line that attnwatch ships, and with the best one on the tuning part."""
     shipped = [replace(rule, name=f"shipped.{rule.name}") for rule in predictors()]
-    tuning = [x for x in runs if x.recipe.half == "tuning"]
+    tuning = [x for x in runs if x.recipe.part == "tuning"]
     return [*shipped, *(predictor.rule(best_line(predictor, tuning)) for predictor in PREDICTORS)]
+
+
+def swept(rules: Sequence[Rule]) -> list[tuple[Rule, str, float]]:
+    """The collapse rules `rules` with each of SPREADS in them, with the name of the rule and the number."""
+    made = variants(rules, Sweep("spread_ratio", SPREADS)).items()
+    return [(replace(rule, name=name, severity="info"), was.name, value) for name, (rule, value, was) in made]
+
+
+def ablated(rules: Sequence[Rule]) -> list[tuple[Rule, str]]:
+    """Each of the rules with one condition left out, and each condition alone, if these are joined by `and` only."""
+    made = []
+    for rule in rules:
+        when = " ".join(rule.when.split())
+        if " or " in when or " and " not in when:
+            continue
+        conditions = when.split(" and ")
+        texts = {f"without `{c}`": (" and ".join(d for d in conditions if d != c), rule.unless) for c in conditions}
+        texts[f"without unless `{rule.unless}`"] = (when, None)
+        texts |= {f"`{c}` alone": (c, None) for c in conditions}
+        for number, (what, (when, unless)) in enumerate(texts.items()):
+            name = f"ablated.{rule.name}.{number}"
+            made.append((Rule(name, "info", when, unless, share=rule.share, hold=rule.hold, keep=rule.keep), what))
+    return made
 
 
 def best_line(predictor: Predictor, runs: Sequence[Known]) -> float:

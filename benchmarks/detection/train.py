@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from benchmarks.detection.data import IGNORED, SOURCES
 from benchmarks.detection.models import build
 from benchmarks.detection.recipe import Recipe
+from benchmarks.detection.tasks import TASKS
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,6 +26,8 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adam": lambda groups, decay: torch.optim.Adam(groups, betas=(0.9, 0.95)),
     "adamw": lambda groups, decay: torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=decay),
     "adamw_999": lambda groups, decay: torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=decay),
+    "adamax": lambda groups, decay: torch.optim.Adamax(groups, betas=(0.9, 0.95)),
+    "radam": lambda groups, decay: torch.optim.RAdam(groups, betas=(0.9, 0.95)),
     "nadam": lambda groups, decay: torch.optim.NAdam(groups, betas=(0.9, 0.95)),
     "rmsprop": lambda groups, decay: torch.optim.RMSprop(groups, alpha=0.95),
     "sgd": lambda groups, decay: torch.optim.SGD(groups, momentum=0.9, weight_decay=decay),
@@ -41,7 +44,7 @@ def train(recipe: Recipe, run: Path) -> None:
     def step(data: str, number: int, rate: float) -> dict[str, Any]:
         for group in optimizer.param_groups:
             group["lr"] = rate * group["factor"]
-        batch = SOURCES[data](recipe.batch, recipe.length, number, order)
+        batch = (SOURCES | TASKS)[data](recipe.batch, recipe.length, number, order)
         scores = model(batch)
         loss = F.cross_entropy(scores.flatten(0, -2), batch.targets.flatten(), ignore_index=IGNORED)
         optimizer.zero_grad()
