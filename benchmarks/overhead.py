@@ -1,4 +1,4 @@
-"""What watching costs: CPU time and peak memory of training a small decoder, watched over unwatched. One table.
+"""What watching costs: CPU time and peak memory of training decoders, watched over unwatched. Two tables.
 
 Pairs of steps are interleaved: one of a model alone, one of its watched twin. CPU time of one thread, so that other
 programs on the machine disturb both sides alike and no waiting thread is counted as work.
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,32 +28,60 @@ from torch import Tensor, nn
 
 import attnwatch
 
-LAYERS, WIDTH, HEADS, VOCABULARY = 6, 384, 6, 4096
-LENGTH, BATCH = 512, 4
+VOCABULARY = 4096
+EVERY, SPECTRUM_EVERY = 20, 5  # the defaults: a sample every 20 steps, of which every fifth looks at the weights
+ROUND = 4 * SPECTRUM_EVERY  # samples after which cost repeats itself: every fourth look takes whole layers
+
+
+class Size(NamedTuple):
+    layers: int
+    width: int
+    heads: int
+
+
+SIZES = {"14 M": Size(6, 384, 6), "92 M": Size(12, 768, 12), "311 M": Size(24, 1024, 16)}
+
+
+class Case(NamedTuple):
+    """rounds: of ROUND pairs."""
+
+    size: str
+    length: int
+    batch: int = 1
+    rows: int | None = 64
+    rounds: int = 1
+
+
+QUICK = (Case("14 M", 256, 4), Case("92 M", 256))
+FULL = (
+    Case("14 M", 256, 4, rounds=2), Case("14 M", 512, 4, rounds=2), Case("14 M", 2048), Case("14 M", 8192),
+    Case("14 M", 512, 4, rows=16), Case("14 M", 512, 4, rows=256), Case("14 M", 512, 4, rows=None),
+    Case("92 M", 512), Case("92 M", 2048), Case("311 M", 512),
+)  # fmt: skip
 LONG = 4096  # positions of the one sequence in the measurement of memory
-SPECTRUM_EVERY = 5  # samples: the default, and so the number of samples after which cost repeats itself
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, width]
-        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 class Decoder(nn.Module):
-    def __init__(self, length: int):
+    def __init__(self, size: Size, length: int):
         super().__init__()
-        self.embedding, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(length, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding, self.position = nn.Embedding(VOCABULARY, size.width), nn.Embedding(length, size.width)
+        self.blocks = nn.Sequential(*(Block(size.width, size.heads) for _ in range(size.layers)))
+        self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:  # int64 [B, T + 1] -> mean loss
         x = self.embedding(tokens[:, :-1]) + self.position.weight
@@ -60,19 +89,19 @@ class Decoder(nn.Module):
 
 
 @contextmanager
-def training(length: int, batch: int, every: int | None) -> Iterator[Callable[[], float]]:
+def training(case: Case, every: int | None) -> Iterator[Callable[[], float]]:
     """A step of training, which returns its CPU seconds. every: cadence of the samples; None is unwatched."""
     torch.manual_seed(0)
-    model = Decoder(length)
+    model = Decoder(SIZES[case.size], case.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     with tempfile.TemporaryDirectory() as place:
         monitor = None
         if every is not None:
-            monitor = attnwatch.watch(model, run=Path(place) / "run", every=every, report=False)
+            monitor = attnwatch.watch(model, run=Path(place) / "run", every=every, rows=case.rows, report=False)
         order = torch.Generator().manual_seed(1)
 
         def step() -> float:
-            tokens = torch.randint(0, VOCABULARY, (batch, length + 1), generator=order)
+            tokens = torch.randint(0, VOCABULARY, (case.batch, case.length + 1), generator=order)
             start = time.process_time()
             loss = model(tokens)
             loss.backward()
@@ -90,26 +119,48 @@ def training(length: int, batch: int, every: int | None) -> Iterator[Callable[[]
             monitor.close()
 
 
-def time_ratios(every: int, rounds: int, size: int) -> tuple[list[float], float]:
-    """Watched over unwatched CPU time of each round of `size` pairs of steps, and of all rounds together."""
-    pairs: list[tuple[float, float]] = []
-    with training(LENGTH, BATCH, None) as alone, training(LENGTH, BATCH, every) as watched:
+def pairs(case: Case, every: int, count: int) -> list[tuple[float, float]]:
+    """CPU seconds of steps watched and alone."""
+    taken = []
+    with training(case, None) as alone, training(case, every) as watched:
         alone()  # the first step of a process pays for its memory and kernels
-        for number in track(range(rounds * size), f"every={every}", console=Console(stderr=True)):
+        for number in track(range(count), f"{case.size}, {case.length}", console=Console(stderr=True)):
             order = (alone, watched) if number % 2 else (watched, alone)
             seconds = {step: step() for step in order}
-            pairs.append((seconds[watched], seconds[alone]))
-    by_round = [pairs[at : at + size] for at in range(0, len(pairs), size)]
-    return [_ratio(some) for some in by_round], _ratio(pairs)
+            taken.append((seconds[watched], seconds[alone]))
+    return taken
 
 
-def _ratio(pairs: list[tuple[float, float]]) -> float:
-    return sum(pair[0] for pair in pairs) / sum(pair[1] for pair in pairs)
+def ratio(some: list[tuple[float, float]]) -> float:
+    return sum(pair[0] for pair in some) / sum(pair[1] for pair in some)
 
 
-def peak_memory(every: int | None) -> tuple[float, float]:
+def every_step(table: Table, case: Case) -> None:
+    """One row: every step is sampled. What the default cadence costs is reckoned from it, which is finer than measuring
+    twenty times as many steps of which most are not sampled."""
+    taken = pairs(case, 1, ROUND * case.rounds)
+    step = statistics.median(alone for _, alone in taken)
+    added = [watched - alone for watched, alone in taken]
+    look = statistics.mean(added[::SPECTRUM_EVERY])
+    sample = statistics.median(value for at, value in enumerate(added) if at % SPECTRUM_EVERY)
+    share = ((SPECTRUM_EVERY - 1) * sample + look) / SPECTRUM_EVERY / step
+    table.add_row(
+        case.size, f"{case.batch} x {case.length}", str(case.rows or "all"), f"{1e3 * step:.0f}",
+        f"{1e3 * sample:+.1f}", f"{1e3 * look:+.1f}", f"{1 + share:.3f}", f"{1 + share / EVERY:.4f}",
+    )  # fmt: skip
+
+
+def default_cadence(rounds: int) -> str:
+    """The default cadence measured, in rounds of one sample each: its ratio and the quartiles of the rounds."""
+    taken = pairs(Case("14 M", 512, 4), EVERY, rounds * EVERY)
+    ratios = [ratio(taken[at : at + EVERY]) for at in range(0, len(taken), EVERY)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{ratio(taken):.3f} (quartiles of {rounds} rounds: {low:.3f} {middle:.3f} {high:.3f}); goal 1.01"
+
+
+def peak_memory(size: str, every: int | None) -> tuple[float, float]:
     """MiB in a process of its own: the peak of training, and what was resident before the first step."""
-    command = [sys.executable, __file__, "--memory-of", str(every or 0)]
+    command = [sys.executable, __file__, "--memory-of", size, str(every or 0)]
     # Freed tensors go back to the system at once: the peak is that of living ones, and the same in every run.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}
     run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -117,8 +168,8 @@ def peak_memory(every: int | None) -> tuple[float, float]:
     return peak, before
 
 
-def print_memory(every: int | None) -> None:
-    with training(LONG, 1, every) as step:
+def print_memory(size: str, every: int | None) -> None:
+    with training(Case(size, LONG), every) as step:
         before = _status("VmRSS")
         for _ in range(3):
             step()
@@ -132,28 +183,33 @@ def _status(name: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer steps: a look, not a measurement")
-    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small models and few steps: a look, not a measurement")
+    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.memory_of is not None:
-        print_memory(options.memory_of or None)
+        print_memory(options.memory_of[0], int(options.memory_of[1]) or None)
         return
 
-    table = Table(title=f"{LAYERS} layers, width {WIDTH}, SDPA, AdamW, float32, one thread, torch {torch.__version__}")
-    for column in ("watching", "of", "ratio", "quartiles", "goal"):
-        table.add_column(column, justify="left" if column == "watching" else "right")
-    # A round of the default cadence holds one sample, one of every=1 holds one look at the weights.
-    for every, goal, count, size in ((20, 1.01, SPECTRUM_EVERY, 20), (1, 1.10, 8, SPECTRUM_EVERY)):
-        ratios, whole = time_ratios(every, 2 if options.quick else count, size)
-        quartiles = " ".join(f"{value:.3f}" for value in statistics.quantiles(ratios, n=4, method="inclusive"))
-        what = f"CPU time, {BATCH} x {LENGTH}, {len(ratios)} rounds of {size} pairs"
-        table.add_row(f"every={every}", what, f"{whole:.3f}", quartiles, f"{goal:.2f}")
-    (peak, before), (watched, _) = peak_memory(None), peak_memory(1)
-    what = f"peak memory, 1 x {LONG}: {peak - before:.0f} MiB of training, {watched - peak:+.0f} watched"
-    table.add_row("every=1", what, f"{(watched - before) / (peak - before):.3f}", "", "1.05")
-    Console().print(table)
+    console = Console(width=110)
+    table = Table(title=f"CPU milliseconds, one thread; SDPA, AdamW, float32, torch {torch.__version__}")
+    for column in ("model", "B x T", "rows", "step", "sample", "look", "every=1", f"every={EVERY}"):
+        table.add_column(column, justify="right")
+    for case in QUICK if options.quick else FULL:
+        every_step(table, case)
+    console.print(table)
+    if not options.quick:
+        console.print(f"every={EVERY} measured, 14 M, 4 x 512: {default_cadence(rounds=10)}")
+
+    table = Table(title=f"Peak memory in MiB, 1 x {LONG}, every step sampled; goal 1.02")
+    for column in ("model", "training alone", "watching adds", "ratio"):
+        table.add_column(column, justify="right")
+    for size in ("14 M",) if options.quick else ("14 M", "92 M"):
+        (peak, before), (watched, _) = peak_memory(size, None), peak_memory(size, 1)
+        ratio_of = (watched - before) / (peak - before)
+        table.add_row(size, f"{peak - before:.0f}", f"{watched - peak:+.0f}", f"{ratio_of:.3f}")
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,8 @@ def _instead(path: Path) -> str:
         return "nothing; check the path"
     if path.is_file():
         return f"a file of another kind; one of {', '.join(weight_files.KINDS)} or an index ({_INDEX}) is read"
+    if not path.is_dir():
+        return "neither a file nor a directory; give a weights file"
     parts = [entry for entry in path.iterdir() if entry.suffix.lower() in weight_files.KINDS]
     if any(_is_part(part) for part in parts):
         return f"parts without the index that names them ({parts[0].name}); restore {_INDEX}, or merge them"
@@ -138,6 +140,11 @@ def _sharded(index: Path) -> tuple[dict[str, Entry], tuple[Path, ...], Read]:
         if Path(name).name != name or "\\" in name or name in ("", ".", ".."):
             raise ValueError(
                 f"expected plain file names in {str(index)!r}, found {name[:80]!r}; nothing outside it is read"
+            )
+        if Path(name).suffix.lower() not in weight_files.KINDS:
+            raise ValueError(
+                f"expected shards ({', '.join(weight_files.KINDS)}) in {str(index)!r}, found {name[:80]!r}; "
+                "restore the index"
             )
     missing = sorted(name for name in set(names.values()) if not (index.parent / name).is_file())
     if missing:

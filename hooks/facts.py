@@ -90,7 +90,7 @@ class Facts:
 
     def _known_heads(self) -> int:
         if self.heads is None:
-            raise Unsettled("how many heads is not known (no config.json); give --heads, and --kv-heads if fewer")
+            raise Unsettled("how many heads is not known (no config.json, or it does not say); give --heads, and --kv-heads if fewer")
         return self.heads
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attnwatch.hooks import adapters, by_hand, einsum, flash, flex, fused, projections
+from attnwatch.hooks import adapters, by_hand, einsum, flash, flex, fused, projections, sharded
 
 HANDLERS: dict[str, Callable[..., None]] = {
     "module left": projections.module_left,  # no function: a module inside the site is done
     "adapter": adapters.adapted,  # no function: a call in a module that has an adapter
+    "sharded": sharded.sharded,  # no function: a call on DTensors
     "scaled_dot_product_attention": fused.sdpa,
     "multi_head_attention_forward": fused.mha,
     "flex_attention": flex.flex_attention,

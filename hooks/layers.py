@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,21 +18,29 @@ from torch import Tensor, nn
 from attnwatch.hooks import weights
 from attnwatch.hooks.proof import reconstruct, score_scale, tolerance
 from attnwatch.hooks.spectrum import BOUND, SPECTRUM, spectrum
-from attnwatch.hooks.statistics import ATTENTION
+from attnwatch.hooks.statistics import ATTENTION, finish
 from attnwatch.hooks.tap import Seen
 from attnwatch.hooks.update import UPDATE, Kept, change, keep, reader
 
 METRICS = (*ATTENTION, *SPECTRUM, *UPDATE, *BOUND)
 """Every metric of a sample, in the order of its array."""
 
-_LOGIT_MAX, _NONFINITE = ([metric.name for metric in METRICS].index(name) for name in ("logit_max", "nonfinite"))
+_NAMES = [metric.name for metric in METRICS]
+_LOGIT_MAX, _NONFINITE = (_NAMES.index(name) for name in ("logit_max", "nonfinite"))
+_WHOLE = [_NAMES.index(name) for name in ("layer_energy_top10", "layer_directions_90")]
+
+WHOLE_EVERY, WHOLE_ALWAYS = 4, 256
+"""Looks at a layer's weights from one that takes the values of the whole layer to the next, and the widest layer of
+which they are always taken: of wide ones they cost more than all the rest, and no rule needs them."""
 
 
 @dataclass
 class Layer:
     """What is known of one layer. keys: the proved choice of weights a side. bound: logit_bound `[H]`, last known.
 
-    due: its weights are to be looked at in the next sample, whatever the schedule says."""
+    due: its weights are to be looked at in the next sample, whatever the schedule says. part: which part of the layer's
+    heads this rank holds, of how many. exact: its spectrum is not resolved in float32.
+    rests: looks until the values of the whole layer are taken again."""
 
     name: str
     heads: int = 0
@@ -45,6 +53,9 @@ class Layer:
     keys: dict[str, Any] = field(default_factory=dict)
     bound: NDArray[np.float64] | None = None
     due: bool = False
+    exact: bool = False
+    rests: int = 0
+    part: tuple[int, int] = (0, 1)
 
 
 @dataclass
@@ -78,13 +89,13 @@ class Draft:
 
     @property
     def parts(self) -> list[Tensor]:
-        """What travels to the host beside the statistics; `settle` reads it in this order."""
+        """What travels to the host; `settle` reads it in this order."""
         optional = [x for x in (self.spectrum, self.error, self.bound, self.packed) if x is not None]
-        return optional + [side.errors for side in self.sides.values()]
+        return [*self.pair, *optional, *(side.errors for side in self.sides.values())]
 
 
 def draft(
-    seen: Seen, pair: tuple[Tensor, Tensor], sides: dict[str, weights.Side], look: bool, module: nn.Module
+    seen: Seen, pair: tuple[Tensor, Tensor], sides: dict[str, weights.Side], look: bool, layer: Layer, module: nn.Module
 ) -> Draft:
     """Take from a call of `module` what proofs and spectrum need, with autocast off. No host synchronisation."""
     attention = seen.attention
@@ -104,13 +115,13 @@ def draft(
         made.error = reconstruct(seen)
     if seen.weights is not None:
         w_q, w_k = (w.detach() for w in seen.weights)
-        made.spectrum = spectrum(w_q, w_k)
+        made.spectrum = spectrum(w_q, w_k, layer.exact, layer.rests == 0)
         made.kept = keep(w_q.float(), w_k.float(), *(reader(w, module, Tensor.float) for w in (w_q, w_k)))
     elif sides:
         q, k = sides["q"], sides["k"]
         shared = min(q.weight.shape[1], k.weight.shape[1])  # part of a key may be made otherwise (layouts.py)
         w_q, w_k = q.weight[:, :shared], k.weight[:, :shared]
-        made.spectrum = spectrum(w_q, w_k)
+        made.spectrum = spectrum(w_q, w_k, layer.exact, layer.rests == 0)
         made.kept = keep(w_q, w_k, q.read, k.read)
         if q.reach is not None and k.reach is not None:
             reach = k.reach.repeat_interleave(attention.heads // k.reach.shape[0])
@@ -118,11 +129,20 @@ def draft(
     return made
 
 
-def settle(layer: Layer, draft: Draft, numbers: Iterator[NDArray[np.float64]]) -> NDArray[np.float32]:
-    """One layer's row `[M, H]` from what came to the host; its state is set if its weights were looked at."""
+class Row(NamedTuple):
+    """What one layer gave. values: `[M, H]`. pair: values and weights of its attention maps, float64 `[2, A, H]`, that
+    merge with those of other ranks; weights are 0 where nothing was measured."""
+
+    values: NDArray[np.float32]
+    pair: NDArray[np.float64]
+
+
+def settle(layer: Layer, draft: Draft, numbers: Iterator[NDArray[np.float64]]) -> Row:
+    """One layer's row from what came to the host; its state is set if its weights were looked at."""
     heads = layer.heads
     row = np.full((len(METRICS), heads), np.nan)
-    row[: len(ATTENTION)] = next(numbers).reshape(len(ATTENTION), heads)
+    pair = np.stack([next(numbers).reshape(len(ATTENTION), heads) for _ in range(2)])
+    row[: len(ATTENTION)] = finished(pair)
     spectra = None if draft.spectrum is None else next(numbers).reshape(len(SPECTRUM) + len(UPDATE), heads)
     error = None if draft.error is None else float(next(numbers)[0])
     bound = None if draft.bound is None else next(numbers)
@@ -135,17 +155,29 @@ def settle(layer: Layer, draft: Draft, numbers: Iterator[NDArray[np.float64]]) -
         layer.bound = bound if proved else None
         if proved and spectra is not None:
             row[len(ATTENTION) : -len(BOUND)] = spectra
+            wide = layer.heads * layer.head_dim > WHOLE_ALWAYS
+            layer.rests = (layer.rests or WHOLE_EVERY) - 1 if wide else 0
+            if np.isnan(spectra[0]).any() and not layer.exact:
+                layer.exact, layer.due, layer.rests = True, True, 0
+            if layer.part[1] > 1:
+                row[_WHOLE] = np.nan  # of some of the heads they would be another number
     elif not layer.note:
         layer.state, layer.note, layer.due = "logits_only", "weights not looked at yet", True
     if np.isnan(row[_LOGIT_MAX]).all() and not row[_NONFINITE].any():
         layer.state, layer.due = "uncovered", True
         layer.note = "no row sees any key, as far as its masks were understood"
     if layer.state == "uncovered":
-        row[:] = np.nan
+        row[:], pair[1] = np.nan, 0.0
     elif layer.bound is not None:
         row[-2] = layer.bound
         row[-1] = row[_LOGIT_MAX] / layer.bound
-    return row.astype(np.float32)
+    return Row(row.astype(np.float32), pair)
+
+
+def finished(pair: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The statistics of attention maps `[A, H]` of values and weights `[2, A, H]`; NaN where nothing was measured."""
+    done: NDArray[np.float64] = finish((torch.from_numpy(pair[0]), torch.from_numpy(pair[1]))).numpy()
+    return done
 
 
 def _judge(layer: Layer, draft: Draft, error: float | None, errors: dict[str, NDArray[np.float64]]) -> bool:

@@ -214,9 +214,9 @@ class _Placer:
         name = self._weight("qkv", leaf)
         layout = self._facts.layout or ("blocks" if leaf == "in_proj_weight" else FUSED.get(self._facts.model_type))
         if layout is None:
-            known = f"model_type {self._facts.model_type!r}" if self._facts.model_type else "no config.json"
+            known = f"model_type {self._facts.model_type!r} does not tell" if self._facts.model_type else "is not known"
             raise Unsettled(
-                f"{leaf} holds q, k and v in an order that {known} does not tell; give --layout "
+                f"{leaf} holds q, k and v in an order that {known}; give --layout "
                 + ", ".join(f"{key} ({text})" for key, text in LAYOUTS.items())
             )
         shape = self._tensors[name].shape

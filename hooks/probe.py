@@ -24,14 +24,16 @@ from attnwatch.hooks import sites, weights
 from attnwatch.hooks.adapters import adapter_for, check, given_weights
 from attnwatch.hooks.attention import Attention
 from attnwatch.hooks.compiled import EagerStep
+from attnwatch.hooks.counted import in_backward, is_rehearsed
 from attnwatch.hooks.graph import BLIND, GraphRoute
 from attnwatch.hooks.handlers import HANDLERS
 from attnwatch.hooks.huggingface import Interface
 from attnwatch.hooks.inert import Enter, Leave
 from attnwatch.hooks.layers import METRICS, Draft, Layer, draft, settle
 from attnwatch.hooks.layouts import Shape
+from attnwatch.hooks.normalisers import every_row
 from attnwatch.hooks.precision import computed_in, full_precision
-from attnwatch.hooks.statistics import finish, measure, merge, sample_rows, sample_sequences
+from attnwatch.hooks.statistics import ATTENTION, measure, merge, sample_rows, sample_sequences
 from attnwatch.hooks.tap import Frame, Seen, Tap
 
 PATIENCE = 3  # failures of a layer: one side computation in a forward, such as a trace, is not the end of it
@@ -44,11 +46,13 @@ KEPT = 2**28
 class Reading(NamedTuple):
     """A sampled step on the host. values: float32 `[M, L, H]` over `measured`; layers: all known, uncovered ones too.
 
+    pairs: float64 `[2, A, L, H]`, what the first A metrics were made of: values and weights, 0 where not measured.
     extras: the scalars that travelled along. problems: (where, what), each said once. seconds: cost of this sample."""
 
     measured: tuple[str, ...]
     layers: tuple[Layer, ...]
     values: NDArray[np.float32]
+    pairs: NDArray[np.float64]
     extras: NDArray[np.float64]
     problems: tuple[tuple[str, str], ...]
     seconds: float
@@ -59,7 +63,8 @@ class Probe:
 
     rows, sequences: how many query rows of how many sequences of a batch are measured (None: all rows). graph: look
     inside compiled graphs (graph.py) instead of running sampled steps eagerly. context: keys of a longer row, for
-    `forecast_sharpness`. `close` at the end. Raises ValueError, one line, for what is no adapter.
+    `forecast_sharpness`. every_row: entropy and first-key mass are of every row, by the fused kernel (normalisers.py),
+    whatever `rows` says. `close` at the end. Raises ValueError, one line, for what is no adapter.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Probe:
         adapters: Sequence[Any] = (),
         graph: bool = False,
         context: int | None = None,
+        every_row: bool = False,
     ):
         check(adapters, sites.hookable(model))
         self.model = model
@@ -77,6 +83,7 @@ class Probe:
         self.sequences = sequences
         self.adapters = adapters
         self.context = context
+        self.every_row = every_row
         self.layers: dict[str, Layer] = {}
         self._turn = 0
         self._look = False
@@ -162,7 +169,7 @@ class Probe:
         ):  # an interrupted forward (KeyboardInterrupt skips hooks) left it standing
             self._unwind()
             tap = None
-        if not self.counts:
+        if not self.counts or (tap is None and is_rehearsed(sys._getframe(2))):
             return
         if tap is None:
             tap = self._local.tap = Tap(HANDLERS, self.gather, self.failed, self._choose, self._look)
@@ -217,7 +224,7 @@ class Probe:
     def _add(self, name: str, frame: Frame, seen: Seen) -> None:
         attention = seen.attention
         rows = sample_rows(attention.queries, self.rows, self._turn * _GOLDEN % 1.0)
-        layer = self._layer(name, attention)
+        layer = self._layer(name, attention, frame.part)
         asked = replace(attention, dtype=computed_in(attention), context=self.context)
         look = self._look and name not in self._drafts
         with torch.no_grad():
@@ -227,9 +234,12 @@ class Probe:
             # In the caller's autocast, in which the norms were called.
             sides = self._sides(layer, frame, seen) if look else {}
             with full_precision(attention.device):
-                pair = measure(asked, self._choose(attention.batch), rows)
+                sequences = self._choose(attention.batch)
+                pair = measure(asked, sequences, rows)
+                if self.every_row:
+                    pair = every_row(asked, sequences, pair)
                 seen = seen._replace(channels=look and weights.over_channels(frame, attention))
-                fresh = draft(seen, pair, sides, look, frame.module)
+                fresh = draft(seen, pair, sides, look, layer, frame.module)
         with self._lock:
             if fresh.kept is not None:
                 self._room -= fresh.kept.bytes
@@ -238,10 +248,11 @@ class Probe:
             if known is not fresh:
                 known.pair = merge(known.pair, pair)
 
-    def _layer(self, name: str, attention: Attention) -> Layer:
+    def _layer(self, name: str, attention: Attention, part: tuple[int, int]) -> Layer:
         layer = self.layers.setdefault(name, Layer(name))
         layer.heads, layer.head_dim = attention.heads, attention.head_dim
         layer.kv_heads = layer.kv_heads or attention.kv_heads
+        layer.part = part
         layer.dtype = str(computed_in(attention)).removeprefix("torch.")
         return layer
 
@@ -285,7 +296,7 @@ class Probe:
         parts = [x.detach().reshape(-1) for x in extras]
         for name, made in drafts.items():
             self._compare(name, made)
-            parts += [finish(made.pair), *made.parts]
+            parts += made.parts
         numbers = iter(_to_host(parts))
         extra = np.array([next(numbers)[0] for _ in extras])
         rows = {name: settle(self.layers[name], made, numbers) for name, made in drafts.items()}
@@ -294,11 +305,14 @@ class Probe:
         measured = tuple(self.layers)
         width = max((layer.heads for layer in self.layers.values()), default=0)
         values = np.full((len(METRICS), len(measured), width), np.nan, np.float32)
+        pairs = np.zeros((2, len(ATTENTION), len(measured), width))
         for name, row in rows.items():
-            values[:, measured.index(name), : row.shape[1]] = row
+            at, heads = measured.index(name), row.values.shape[1]
+            values[:, at, :heads], pairs[:, :, at, :heads] = row
         problems, self._problems = tuple(self._problems), []
         layers = (*self.layers.values(), *unseen)
-        return Reading(measured, layers, values, extra, problems, self._seconds + time.perf_counter() - start)
+        seconds = self._seconds + time.perf_counter() - start
+        return Reading(measured, layers, values, pairs, extra, problems, seconds)
 
     def _compare(self, name: str, made: Draft) -> None:
         with torch.no_grad(), full_precision(made.pair[0].device):
@@ -347,14 +361,6 @@ class Probe:
         if sites.is_compiled(self.model):
             return "the model is compiled, and hooks do not run inside a compiled graph"
         return "no softmax over a product of queries and keys, no forward call of the module, or an unknown kernel"
-
-
-def in_backward() -> bool:
-    """Whether autograd runs: a forward seen now is the recomputation of an activation checkpoint.
-
-    torch.utils.checkpoint asks the same private question. Without it nothing can be told apart: counts as forward."""
-    current = getattr(torch._C, "_current_graph_task_id", None)
-    return current is not None and current() != -1
 
 
 def observe(

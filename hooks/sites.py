@@ -55,12 +55,22 @@ def hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def owners(model: nn.Module) -> set[str]:
     """Clean names of modules that hold a weight matrix: attention belongs to the innermost one that does."""
     found: set[str] = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        # DeepSpeed's ZeRO-3 leaves an empty tensor outside of the forward, and the real shape beside it.
-        if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2:
+    for name, shape in _shapes(model):
+        if len(shape) >= 2:
             parts = clean_name(name).split(".")
             found.update(".".join(parts[:end]) for end in range(len(parts)))
     return found
+
+
+def _shapes(model: nn.Module) -> Iterator[tuple[str, torch.Size]]:
+    """Names and whole shapes of parameters, also where they are sharded outside of the forward."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        # DeepSpeed's ZeRO-3 leaves an empty tensor, and the real shape beside it.
+        yield name, getattr(parameter, "ds_shape", parameter.shape)
+    for name, module in model.named_modules():
+        flat = getattr(getattr(module, "_handle", None), "flat_param", None)  # of FullyShardedDataParallel
+        for inner, shape in zip(getattr(flat, "_fqns", ()), getattr(flat, "_shapes", ()), strict=True):
+            yield f"{name}.{inner}", shape
 
 
 def inside(name: str, other: str) -> bool:

@@ -17,6 +17,12 @@ ENERGY = 0.9
 LAYER_WIDTH, LAYER_INPUT = 1024, 4096
 """Largest `H * d` and `d_in` of which whole-layer values are taken: their cost grows with the third power."""
 
+RESOLVED = 0.01
+"""Least energy of a product's first direction, over that of its bound, that float32 Gram matrices tell to 1e-4."""
+
+RIDGE = {torch.float32: 5e-7, torch.float64: 1e-13}  # of the largest squared norm: above a Gram matrix's rounding
+SMALLEST = 1e-30  # squared norm: below it squares of single weights begin to leave float32
+
 SPECTRUM: tuple[Statistic, ...] = (
     Statistic("qk_sigma_max", "1", "Largest singular value of the head's W_q^T W_k.", "last"),
     Statistic("qk_energy_top1", "1", "Share of the energy of W_q^T W_k in its first direction.", "last"),
@@ -71,59 +77,74 @@ def qk_statistics(w_q: Tensor, w_k: Tensor, *, heads: int, kv_heads: int | None 
     return dict(zip([s.name for s in SPECTRUM], values.unbind(), strict=True))
 
 
-def spectrum(w_q: Tensor, w_k: Tensor) -> Tensor:
+def spectrum(w_q: Tensor, w_k: Tensor, exact: bool = True, whole: bool = True) -> Tensor:
     """float64 `[len(SPECTRUM), H]` of `w_q [H, d, in_q]` and `w_k [Hk, d, in_k]`, with any QK-norm gain folded in.
 
     Nothing is read on the host here. Weights of zeros have no shares of energy, non-finite ones no values: NaN.
+    exact: good to float32 however small the product is against its factors, by QR. Without, a head whose product is
+    below a tenth of their bound has only its norms, the rest NaN: Gram matrices in float32 do not resolve it.
+    whole: with the values of the whole layer, which cost more than all the others; without, they are NaN.
     """
     heads, d, in_q = w_q.shape
     in_k = w_k.shape[2]
     group = heads // w_k.shape[0]
-    w_q, finite_q, size_q = _clean(w_q)
-    w_k, finite_k, size_k = _clean(w_k)
-    finite_k = finite_k.repeat_interleave(group)
-    finite = finite_q & finite_k
+    w_q, w_k = w_q.detach().float(), w_k.detach().float()
+    gram = None if exact else _gram_dtype()
+    thin_q, thin_k = thin(w_q, gram), thin(w_k, gram)
+    top_q, top_k = energies(thin_q)[:, 0], energies(thin_k)[:, 0]
+    known_q, known_k = _known(w_q, top_q), _known(w_k, top_k).repeat_interleave(group)
+    top_k = top_k.repeat_interleave(group)
 
-    energy = energies(product(thin(w_q), thin(w_k))).flatten(0, 1)
+    energy = energies(product(thin_q, thin_k)).flatten(0, 1)
     rank = effective_rank(energy)
     baseline = d * (1 + d / in_q) ** -0.6 * (1 + d / in_k) ** -0.6
-    head = torch.stack([energy[:, 0].sqrt() * size_q * size_k, *_concentration(energy), rank, rank / baseline])
-    norm_q = torch.where(finite_q, energies(w_q)[:, 0].sqrt() * size_q, torch.nan)
-    norm_k = torch.where(finite_k, (energies(w_k)[:, 0].sqrt() * size_k).repeat_interleave(group), torch.nan)
-    layer = _layer(w_q, w_k, group)
+    head = torch.stack([energy[:, 0].sqrt(), *_concentration(energy), rank, rank / baseline])
+    resolved = known_q & known_k
+    if not exact:
+        resolved &= energy[:, 0] >= RESOLVED * top_q * top_k
+    norm_q, norm_k = torch.where(known_q, top_q.sqrt(), torch.nan), torch.where(known_k, top_k.sqrt(), torch.nan)
+    layer = _layer(w_q, w_k, group, gram or torch.float64) if whole else _unknown(w_q)
     return torch.cat([
-        torch.where(finite, head, torch.nan),
+        torch.where(resolved, head, torch.nan),
         torch.stack([norm_q, norm_k, norm_q * norm_k]),
-        torch.where(finite.all(), layer, torch.nan)[:, None].expand(-1, heads),
+        torch.where(resolved.all(), layer, torch.nan)[:, None].expand(-1, heads),
     ])  # fmt: skip
 
 
-def _clean(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """float32 weights over their size, 0 in heads that are not finite; bool `[H]`: finite heads; the size, 0-d.
-
-    LAPACK raises on NaN, and on the infinities that products of a diverged run's weights become.
-    """
-    w = w.detach().float()
-    finite = w.isfinite().flatten(1).all(1)
-    w = torch.where(finite[:, None, None], w, 0.0)
-    size = w.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
-    return w / size, finite, size.double()
+def extent(w: Tensor) -> Tensor:
+    """`[n]`: largest magnitude of each of `w [n, d, d_in]`; NaN or inf where one is. Makes no copy, as `abs` does."""
+    flat = w.flatten(1)
+    return torch.maximum(flat.amax(1), -flat.amin(1))
 
 
-def thin(w: Tensor) -> Tensor:
-    """`[..., min(d, d_in), d]`: the transpose of `w [..., d, d_in]` up to an orthogonal factor on its left.
+def _known(w: Tensor, top: Tensor) -> Tensor:
+    """bool `[n]`: finite weights whose `thin` was found; that of zeros is 0."""
+    size = extent(w)
+    return size.isfinite() & ((size > 0) == (top > 0))
 
-    By Cholesky of the float64 Gram matrix: QR of many small factors is five times slower, and fifty times where other
-    processes keep the cores busy. The tiny ridge keeps a singular weight's factor finite; it is 1e-13 of the energy.
+
+def thin(w: Tensor, gram: torch.dtype | None = None) -> Tensor:
+    """float64 `[n, min(d, d_in), d]`: the transpose of `w [n, d, d_in]` up to an orthogonal factor on its left.
+
+    By QR, head by head: many at once are copied at once. With `gram` by Cholesky of Gram matrices computed in it: in
+    float32 that takes a third of the time, and a tenth where other processes keep the cores busy. A tiny ridge keeps a
+    singular weight's factor real. All 0 where a number is not finite, where the squares leave float32, or where the
+    ridge was too small: what LAPACK gets next must hold no NaN.
     """
     if w.shape[-1] <= w.shape[-2]:
-        return w.mT
-    wide = w.double()
-    gram = wide @ wide.mT
-    ridge = 1e-13 * gram.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
-    gram.diagonal(dim1=-2, dim2=-1).add_(ridge.clamp_min(1e-200))
-    lower: Tensor = torch.linalg.cholesky_ex(gram).L
-    return lower.mT.float()
+        found, fine = w.mT.double(), w.isfinite().all(-1).all(-1)
+    elif gram is None:
+        found = torch.stack([torch.linalg.qr(head.double().mT, mode="r").R for head in w])
+        fine = found.isfinite().all(-1).all(-1)
+    else:
+        wide = w.to(gram)
+        square = (wide @ wide.mT).double()
+        diagonal = square.diagonal(dim1=-2, dim2=-1)
+        size = diagonal.amax(-1, keepdim=True)
+        diagonal.add_(RIDGE[gram] * size)
+        lower, failed = torch.linalg.cholesky_ex(square)
+        found, fine = lower.mT, (failed == 0) & size[:, 0].isfinite() & (size[:, 0] > SMALLEST)
+    return torch.where(fine[:, None, None], found, 0.0)
 
 
 def product(q: Tensor, k: Tensor) -> Tensor:
@@ -138,8 +159,17 @@ def energies(w: Tensor) -> Tensor:
     By eigenvalues: `svdvals` of such small matrices takes 200 times as long where other processes keep the cores busy.
     """
     gram = w @ w.mT if w.shape[-2] <= w.shape[-1] else w.mT @ w
-    energy: Tensor = torch.linalg.eigvalsh(gram)
-    return energy.double().clamp(min=0).flip(-1)
+    size = gram.diagonal(dim1=-2, dim2=-1).amax(-1).clamp(min=torch.finfo(gram.dtype).tiny)
+    energy: Tensor = torch.linalg.eigvalsh((gram / size[..., None, None]).float())
+    return size[..., None].double() * energy.double().clamp(min=0).flip(-1)
+
+
+def _gram_dtype() -> torch.dtype:
+    """float32 if products of it are computed in it, and not in TF32 or bfloat16; else float64."""
+    try:
+        return torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.float64
+    except RuntimeError:  # set for one backend at a time: then torch has no one answer
+        return torch.float64
 
 
 def _concentration(energy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,12 +180,16 @@ def _concentration(energy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return energy[..., 0] / total, energy[..., :TOP].sum(-1) / total, torch.where(total > 0, directions, torch.nan)
 
 
-def _layer(w_q: Tensor, w_k: Tensor, group: int) -> Tensor:
+def _layer(w_q: Tensor, w_k: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     """float64 `[2]`: energy in ten directions and directions of 90 % of the product of all heads."""
     heads, d, in_q = w_q.shape
     if heads * d > LAYER_WIDTH or max(in_q, w_k.shape[2]) > LAYER_INPUT:
-        return torch.full((2,), torch.nan, dtype=torch.float64, device=w_q.device)
+        return _unknown(w_q)
     # Repeating a key head for its group is the same product as adding up the group's query heads.
-    thin_q = thin(w_q.unflatten(0, (-1, group)).sum(1).flatten(0, 1))
-    core = thin_q @ thin(w_k.flatten(0, 1)).mT
-    return torch.stack(_concentration(energies(core))[1:])
+    thin_q, thin_k = (thin(w.flatten(0, 1)[None]) for w in (w_q.unflatten(0, (-1, group)).sum(1), w_k))
+    core = (thin_q / thin_q.abs().amax()).to(dtype) @ (thin_k / thin_k.abs().amax()).to(dtype).mT
+    return torch.stack(_concentration(energies(core.nan_to_num(nan=0.0))[0])[1:])
+
+
+def _unknown(w: Tensor) -> Tensor:
+    return torch.full((2,), torch.nan, dtype=torch.float64, device=w.device)

@@ -160,15 +160,14 @@ def finish(pair: Pair) -> Tensor:
 def measure(attention: Attention, sequences: Tensor | list[int], rows: Tensor | list[int]) -> Pair:
     """Measures these rows of these sequences of one attention call; at least one of each.
 
-    Tensors (int64, on the attention's device) spare a copy to the device. Rows count as full, and the first key as
-    first, by what all rows of the sequence see. Shapes are not checked here: `check` does.
+    Tensors are int64, on the attention's device. Rows count as full, and the first key as first, by what all rows of
+    the sequence see. Shapes are not checked here: `check` does.
     """
     device = attention.device
-    sequences = torch.as_tensor(sequences, dtype=torch.int64, device=device)
-    rows = torch.as_tensor(rows, dtype=torch.int64, device=device)
+    sequences, rows = placed(sequences, device), placed(rows, device)
     counts, first = attention.counts(sequences, BLOCK)
     visible = counts.index_select(-1, rows)
-    full = (visible >= 2) & (2 * visible >= counts.amax(-1, keepdim=True))
+    full = full_rows(visible, counts)
     b, h, r = _block(attention, len(rows))
     pairs = []
     for start in range(0, attention.heads, h):
@@ -182,6 +181,19 @@ def measure(attention: Attention, sequences: Tensor | list[int], rows: Tensor | 
         assert pair is not None
         pairs.append(pair)
     return torch.cat([p[0] for p in pairs], 1), torch.cat([p[1] for p in pairs], 1)
+
+
+def full_rows(visible: Tensor, counts: Tensor) -> Tensor:
+    """bool: rows that see 2 keys or more, and half as many as the row that sees the most. counts: of all rows."""
+    return (visible >= 2) & (2 * visible >= counts.amax(-1, keepdim=True))
+
+
+def placed(positions: Tensor | list[int], device: torch.device) -> Tensor:
+    """int64 on the device; from pinned memory, as from any other the host would wait until the device has copied it."""
+    if isinstance(positions, Tensor):
+        return positions
+    pinned = torch.tensor(positions, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
 
 
 def _block(attention: Attention, rows: int) -> tuple[int, int, int]:

@@ -107,6 +107,7 @@ class Frame:
     seen: int = 0
     used: bool = False  # the projections belong to a call that was seen; the next one starts anew
     adapter: Any = None  # the user's own, if one matches the module
+    part: tuple[int, int] = (0, 1)  # which part, of how many, of the heads this rank holds (tensor parallelism)
 
     def project(self, products: list[Product]) -> None:
         """Keep projections. Calls without new ones between them (a loop over heads) share the same."""
@@ -120,6 +121,7 @@ class Frame:
             parent.project(self.products)
             parent.norms = (parent.norms + self.norms)[-KEPT:]
             parent.pairs = (parent.pairs + self.pairs)[-4:]
+            parent.part = self.part if self.part[1] > 1 else parent.part
 
 
 class Tap(TorchFunctionMode):
@@ -155,8 +157,9 @@ class Tap(TorchFunctionMode):
         out = func(*args, **kwargs)
         handler = self.handlers.get(getattr(func, "__name__", ""))
         if handler is not None and any(type(x).__name__ == "DTensor" for x in (*args, *kwargs.values(), out)):
-            return out  # looking at a sharded tensor is a collective, which the other ranks would not join
-        if self.frames and self.site.adapter is not None:
+            # Looking at a sharded tensor may be a collective, which the other ranks would not join.
+            self.handle(self.handlers["sharded"], handler, func, args, kwargs, out)
+        elif self.frames and self.site.adapter is not None:
             self.handle(self.handlers["adapter"], handler, func, args, kwargs, out)
         elif handler is not None:
             self.handle(handler, func, args, kwargs, out)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from attnwatch.hooks.maps import effective_rank
-from attnwatch.hooks.spectrum import energies, product, thin
+from attnwatch.hooks.sharded import local
+from attnwatch.hooks.spectrum import energies, extent, product, thin
 from attnwatch.hooks.statistics import Statistic
 
 UPDATE: tuple[Statistic, ...] = (
@@ -52,7 +53,8 @@ def reader(weight: Tensor, module: nn.Module, fold: Callable[[Tensor], Tensor]) 
 
 
 def _address(parameter: nn.Parameter) -> int:
-    return parameter.untyped_storage().data_ptr()
+    address: int = local(parameter).untyped_storage().data_ptr()
+    return address
 
 
 def change(kept: Kept) -> Tensor:
@@ -70,7 +72,7 @@ def update(w_q: Tensor, w_k: Tensor, dw_q: Tensor, dw_k: Tensor) -> Tensor:
     b, db, known_k = _factor(w_k, dw_k)
     first = product(da, b) + product(a, db)
     energy = energies(torch.stack([first + product(da, db), first])).flatten(1, 2)
-    whole = energies(product(thin(a.mT), thin(b.mT))).flatten(0, 1)
+    whole = energies(product(thin(a.mT, torch.float64), thin(b.mT, torch.float64))).flatten(0, 1)
     ratio = (energy[0, :, 0] / whole[:, 0]).sqrt()
     known = known_q & known_k.repeat_interleave(len(w_q) // len(w_k)) & (ratio > 0)
     return torch.where(known, torch.stack([ratio, effective_rank(energy[1])]), torch.nan)
@@ -79,10 +81,11 @@ def update(w_q: Tensor, w_k: Tensor, dw_q: Tensor, dw_k: Tensor) -> Tensor:
 def _factor(w: Tensor, dw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A weight and its change `[n, d, in]` as `[n, m, d]` each, m at most 2d, in one basis of the inputs that both use;
     both over the head's size. bool `[n]`: heads that are finite and not 0."""
-    size, step = (x.abs().amax((1, 2), keepdim=True) for x in (w, dw))
+    d, size, step = w.shape[1], extent(w), extent(dw)
     known = (size + step).isfinite() & (size > 0)
     # Each at a size of 1: a change is thousands of times smaller than its weight, and would drown in the rounding.
-    unit, change = (torch.where(known & (s > 0), x / s, 0.0) for x, s in ((w, size), (dw, step)))
-    both = thin(torch.cat([unit, change], 1))
-    d = w.shape[1]
-    return both[..., :d], both[..., d:] * torch.where(known, step / size, 0.0), known[:, 0, 0]
+    both = torch.cat([w, dw], 1)
+    both[:, :d] /= size[:, None, None]
+    both[:, d:] /= torch.where(step > 0, step, 1.0)[:, None, None]
+    factor = thin(both, torch.float64).float()
+    return factor[..., :d], factor[..., d:] * torch.where(known, step / size, 0.0)[:, None, None], known

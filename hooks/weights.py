@@ -17,6 +17,7 @@ from torch import Tensor
 from attnwatch.hooks.attention import Attention
 from attnwatch.hooks.layouts import Layout, Shape, layouts
 from attnwatch.hooks.proof import mismatch, token_rows
+from attnwatch.hooks.sharded import local
 from attnwatch.hooks.tap import Frame, Norm, Product
 from attnwatch.hooks.update import Reader, reader
 
@@ -185,9 +186,10 @@ def _candidates(shape: Shape, x: Tensor, frame: Frame) -> list[Candidate]:
     """Best guess first: names that say query or key, norms if the layer has any; common layouts of all of them before
     rare layouts of any, so that two streams with four norms do not crowd out each other."""
     batch, _, length, d = x.shape
-    names = {p.untyped_storage().data_ptr(): name for name, p in frame.module.named_parameters()}
+    names = {local(p).untyped_storage().data_ptr(): name for name, p in frame.module.named_parameters()}
+    views = _views(frame.module)
     products = list(enumerate(frame.products))
-    named = [(i, product, _name(product, names)) for i, product in products if product.tokens == batch * length]
+    named = [(i, product, _name(product, names, views)) for i, product in products if product.tokens == batch * length]
     named.sort(key=lambda entry: not _says(shape.side, entry[2]))
     found: list[tuple[int, Candidate]] = []
     for at, norm, across in _norms(shape.side, frame.norms, d):
@@ -206,10 +208,22 @@ def _candidates(shape: Shape, x: Tensor, frame: Frame) -> list[Candidate]:
     return [candidate for _, candidate in sorted(found, key=lambda entry: entry[0])]
 
 
-def _name(product: Product, names: dict[int, str]) -> str:
-    if product.name:
-        return product.name
+def _views(module: torch.nn.Module) -> dict[tuple[int, torch.Size], str]:
+    """Names of parameters that stand as plain tensors while they are whole, by address and shape: views of a flat one
+    (FullyShardedDataParallel)."""
+    return {
+        (value.data_ptr(), value.shape): f"{name}.{attribute}".lstrip(".")
+        for name, part in module.named_modules()
+        for attribute, value in vars(part).items()
+        if isinstance(value, Tensor) and value.dim() == 2
+    }
+
+
+def _name(product: Product, names: dict[int, str], views: dict[tuple[int, torch.Size], str]) -> str:
     weight = product.weight
+    known = product.name or views.get((weight.data_ptr(), weight.shape))
+    if known:
+        return known
     name = names.get(weight.untyped_storage().data_ptr(), "?")
     return f"{name}+{weight.storage_offset()}" if weight.storage_offset() else name
 

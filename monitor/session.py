@@ -13,7 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +21,10 @@ from torch.utils.hooks import RemovableHandle
 
 from attnwatch.hooks.probe import Probe, Reading
 from attnwatch.hooks.ranks import Agreed, Given, PartedError, Ranks, nothing
-from attnwatch.monitor.alerts import SEVERITIES, Alert
-from attnwatch.monitor.alerts import TrainingStopped as TrainingStopped
+from attnwatch.monitor.alerts import SEVERITIES, Alert, TrainingStopped
 from attnwatch.monitor.cadence import SPARSE, TOO_SPARSE, Cadence, Change
 from attnwatch.monitor.card import card
-from attnwatch.monitor.journal import NO_STEP, Journal
-from attnwatch.monitor.journal import Output as Output
+from attnwatch.monitor.journal import NO_STEP, Journal, News
 from attnwatch.monitor.options import Options
 from attnwatch.monitor.outputs.log import status
 from attnwatch.monitor.outputs.prometheus import PrometheusOutput
@@ -36,14 +34,6 @@ from attnwatch.monitor.scalars import Pending, plain, step_number
 from attnwatch.monitor.state import Counts, thaw_counts
 
 LOG = logging.getLogger("attnwatch")
-
-
-class News(NamedTuple):
-    """What rank 0 tells the others. stop: why they all stop now."""
-
-    run: str = ""
-    alerts: tuple[Alert, ...] = ()
-    stop: Alert | None = None
 
 
 class Monitor:
@@ -63,7 +53,7 @@ class Monitor:
         ranks: Ranks | None = None,
         alone: Callable[[], Journal] | None = None,
     ) -> None:
-        """ranks: those that merge with this one. alone: opens the run that a rank other than 0 records if they do not."""
+        """ranks: those to merge with. alone: opens the run that a rank other than 0 records if they do not merge."""
         self.run = journal.path
         self.last: Sample | None = None
         self._probe, self._journal, self._engine = probe, journal, engine
@@ -369,19 +359,16 @@ class Monitor:
         """Rank 0 goes on with its share. Another one records its own if they never merged, else it ends here."""
         self._ranks = self._agreed = None
         if not self._records and not parted.began and self._alone is not None:
-            self._records = self._journal.safely("run directory", self._record_alone)
+            alone = self._alone
+            self._records = self._journal.safely("run directory", lambda: setattr(self, "_journal", alone()))
+            self._journal.step, self.run = self._step, self._journal.path
         self._shape = ranks.own if self._records and parted.began else None
         self._stop, self._wish = self._wish, None
         text = f"ranks are not merged{' any more' if parted.began else ''}: {parted}; "
-        text += f"this run holds what rank {ranks.rank} sees" if self._records else "nothing more is recorded here"
+        text += f"this run holds what rank {ranks.rank} sees" if self._records else "nothing more is measured here"
         self._journal.problem("ranks", text)
         if ranks.rank:
             LOG.warning("attnwatch: rank %d: %s", ranks.rank, text)
-
-    def _record_alone(self) -> None:
-        assert self._alone is not None
-        self._journal = self._alone()
-        self._journal.step, self.run = self._step, self._journal.path
 
     # --- who is told ------------------------------------------------------------------------------------------------
 
@@ -391,10 +378,9 @@ class Monitor:
             self._journal.alert(alert)
             if self._options.stop_on and alert.state == "firing":
                 grave = SEVERITIES.index(alert.severity) >= SEVERITIES.index(self._options.stop_on)
-                if grave and self._ranks is None:
-                    self._stop = self._stop or alert
-                elif grave:
-                    self._wish = self._wish or alert
+                self._wish = self._wish or (alert if grave else None)
+        if self._ranks is None:
+            self._stop, self._wish = self._stop or self._wish, None
 
     def _tell(self, is_new: bool) -> None:
         changed, self._changed = tuple(self._changed), []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,16 +134,13 @@ def watch(
     if not several or merge == "none":
         return Monitor(probe, record(directory), engine, metrics, options, optimizer, report)
     rank = dist.get_rank()
-    journal = record(directory) if rank == 0 else Journal(Elsewhere(directory), [])
     own = directory.with_name(f"{directory.name}-rank{rank:05d}")
-    return Monitor(
-        probe,
-        journal,
-        engine,
-        metrics,
-        options,
-        optimizer,
-        report,
-        ranks.Ranks("" if run is None else os.fspath(run)),
-        lambda: record(own),
-    )
+    try:
+        together = ranks.Ranks("" if run is None else os.fspath(run))
+    except Exception as error:  # a store that cannot do it
+        journal = record(own if rank else directory)
+        journal.problem("ranks", f"ranks are not merged: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return Monitor(probe, journal, engine, metrics, options, optimizer, report)
+    journal = Journal(Elsewhere(directory), []) if rank else record(directory)
+    alone = partial(record, own)
+    return Monitor(probe, journal, engine, metrics, options, optimizer, report, together, alone)

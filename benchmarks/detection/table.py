@@ -67,13 +67,14 @@ def pages(runs: Sequence[Known], sampled: Sequence[tuple[Recipe, list[Run]]], ru
         "## Sinks lost, attention uniform",
         OTHERS_TEXT,
         _others(all_cases, rules),
+    ]
+    every = [
+        "# Detection: every run, and fewer samples",
+        "The runs of [detection.md](detection.md), by the same command.",
         "## Fewer samples",
         _thinned(runs, rules),
         _sampled(sampled, rules),
-    ]
-    every = [
-        "# Detection: every run",
-        "The runs of [detection.md](detection.md), by the same command.",
+        "## Every run",
         _every(all_cases),
     ]
     return "\n\n".join(parts) + "\n", "\n\n".join(every) + "\n"
@@ -99,7 +100,7 @@ rules were fixed, and nothing was changed after their figures were seen: these a
 runs, `bos_rope_*`, `copy_string*`, `recall*`, `maximum*`, `wide_long_*` and `copy_previous_*` are of kinds that had
 misled earlier rules, with other seeds and depths; the rest, like all their collapses, are of tasks, depths, sizes,
 rates or seeds not run before. It is one project's idea of what may happen, at toy scale.
-[Every run](detection-runs.md) is listed by itself.
+[Every run](detection-runs.md) is listed by itself, with what fewer samples change.
 
 The runs of the two halves are some hours older than the held-out ones. Eight of them (six drawn at random, and
 `qwen3_high` and `images_seed_0`), trained again with the code of the latter, gave the same losses bit for bit and the

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from attnwatch.hooks.ranks import several
 from attnwatch.monitor.run import as_path
 from attnwatch.monitor.sample import Update, UsageError
 from attnwatch.monitor.session import Monitor
@@ -64,11 +65,15 @@ class Attached:
         self.close()
         self._asked = 0
         self._critical = _Critical()
-        if not is_main:
+        together = several()
+        if not is_main and not together:
             return
         options = dict(self.options)
         if options.get("run") is not None:
-            options["run"] = _free(as_path(options["run"], "run"))
+            chosen = [_free(as_path(options["run"], "run")) if is_main else None]
+            if together:
+                dist.broadcast_object_list(chosen, src=0)
+            options["run"] = chosen[0]
         if isinstance(options.get("outputs", []), list | tuple):  # if not, watch says what is wrong
             options["outputs"] = [*options.get("outputs", []), self._critical]
         self.monitor = watch(unwrap(model), optimizer=optimizer, **options)

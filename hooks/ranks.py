@@ -1,0 +1,261 @@
+"""Ranks that train one model watch it as one: they meet at every sampled step and merge what each of them holds.
+
+They meet at the store of torch.distributed's default group, where each says that it came; the last one opens the door,
+and a rank that leaves, or that has waited too long, shuts it: the first word counts, for all. Only behind an open door
+are collectives entered, so that nobody waits in one for a rank that will not come. They go over a gloo group of their
+own and hold numbers of the host: two all-reduces a sample, whatever the model's devices are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from attnwatch.hooks.layers import METRICS
+from attnwatch.hooks.packing import Held, Layout, Packed, held, lay_out, pack, unpack
+from attnwatch.hooks.probe import Reading
+from attnwatch.hooks.statistics import ATTENTION
+
+LOG = logging.getLogger("attnwatch")
+
+START = 2.0
+"""Seconds that the first sample waits for ranks that have not called `watch`: a step of training needs them all, so
+that a rank that comes later hardly exists."""
+
+SPEAK = 2.0
+"""Seconds after which a rank that waits says so in the log."""
+
+PATIENCE = 120.0
+"""Seconds that a rank waits for another before ranks part. Training would wait for it too."""
+
+_OPEN = "open"
+_CHANGED = -5  # the first of the signals, at the end of what merges by the largest
+_TIMES: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+class Given(NamedTuple):
+    """What one rank brings to a sampled step. scalars: of this step. look: it asks for the weights in the next sample.
+    interval: steps to the next sample; rank 0's counts. news: anything that pickles, told to the others; None: none."""
+
+    step: int
+    reading: Reading
+    scalars: Mapping[str, float]
+    look: bool
+    interval: int
+    news: Any = None
+
+
+class Agreed(NamedTuple):
+    """What all ranks know after it, the same on each. reading: the merged sample; its problems name the ranks. scalars:
+    means over the ranks that gave one. news: by rank, None where there is none."""
+
+    reading: Reading
+    scalars: dict[str, float]
+    look: bool
+    interval: int
+    news: tuple[Any, ...] = ()
+
+
+class PartedError(RuntimeError):
+    """Ranks no longer merge, or never began to; the message says why, on all ranks the same."""
+
+    def __init__(self, why: str, began: bool):
+        super().__init__(why)
+        self.began = began
+
+
+class _Message(NamedTuple):
+    """What a rank says when something changed."""
+
+    held: Held
+    notes: dict[str, str]
+    problems: tuple[tuple[str, str], ...]
+    news: Any
+
+
+def nothing(extras: Sequence[float]) -> Reading:
+    """Of a sampled step whose measuring failed."""
+    return Reading(
+        (),
+        (),
+        np.zeros((len(METRICS), 0, 0), np.float32),
+        np.zeros((2, len(ATTENTION), 0, 0)),
+        np.array(extras),
+        (),
+        0.0,
+    )
+
+
+def several() -> bool:
+    """Whether this process is one of several that train together."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+class Ranks:
+    """This rank among all. name: of what they watch; ranks that say the same one meet, at the n-th time the n-th."""
+
+    def __init__(self, name: str) -> None:
+        from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # not every torch has it
+
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        store = _get_default_store()
+        # A connection of its own: a wait holds it, and torch's own threads use the other.
+        store = store.clone() if hasattr(store, "clone") else store
+        self._store = PrefixStore(f"attnwatch/{name}/{next(_TIMES[name])}", store)
+        self._group: dist.ProcessGroup | None = None
+        self._layout = Layout()
+        self._held = Held((), (), ())
+        self._said: set[tuple[str, str]] = set()
+        self._next = 0  # the sample at which ranks meet next
+        self._parted = False
+        self._store.set(f"watches/{self.rank}", "0")
+
+    # --- one sample ---------------------------------------------------------------------------------------------------
+
+    def merge(self, given: Given) -> Agreed:
+        """Meet the other ranks and merge. Raises PartedError, once, on every rank that is still there."""
+        mine = held(given.reading, given.scalars)
+        if not given.reading.layers:  # it failed: the others know where its layers belong
+            mine = self._held._replace(scalars=mine.scalars)
+        fresh = tuple(problem for problem in given.reading.problems if problem not in self._said)
+        changed = mine != self._held or bool(fresh) or given.news is not None
+        share = self._pack(given, changed)
+        try:
+            self._meet(given.step)
+            start = time.perf_counter()  # training would have waited for the others too
+            told: list[_Message] = []
+            total = self._reduce(share)
+            if total.tops[_CHANGED] > 0:
+                notes = {layer.name: layer.note for layer in given.reading.layers}
+                told = self._tell(_Message(mine, notes, fresh, given.news))
+                self._held = mine
+                self._said.update(fresh)
+                self._layout = lay_out([message.held for message in told], [message.notes for message in told])
+                total = self._reduce(self._pack(given, False))
+        except PartedError:
+            self._part()
+            raise
+        except Exception as error:  # the network, or a rank that died in the middle
+            self._part()
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise PartedError(text, self._next > 0) from error
+        self._next += 1
+        return self._agreed(given, total, told, time.perf_counter() - start)
+
+    def own(self, given: Given) -> Reading:
+        """This rank's share in the shape that merged samples had: heads and layers of other ranks are unmeasured."""
+        known = unpack(self._layout, self._pack(given, False))
+        merged = Reading(self._layout.measured, self._layout.layers, known.values, known.pairs, *given.reading[4:])
+        return merged if self._layout.measured else given.reading
+
+    def _pack(self, given: Given, changed: bool) -> Packed:
+        interval = given.interval if self.rank == 0 else 0
+        signals = (changed, given.look, interval, given.step, -given.step)
+        return pack(self._layout, given.reading, given.scalars, signals)
+
+    def _agreed(self, given: Given, total: Packed, told: list[_Message], seconds: float) -> Agreed:
+        known = unpack(self._layout, total)
+        _, look, interval, last, first = known.signals
+        problems = [*given.reading.problems]
+        for rank, message in enumerate(told):
+            if rank != self.rank:
+                problems += [(where, f"rank {rank}: {text}") for where, text in message.problems]
+        torn = "ranks hold different weights under this name, and are measured as one: give their modules other names"
+        problems += [(name, torn) for name in known.torn]
+        if last != -first:
+            problems.append(("step", f"ranks are at different steps, {int(-first)} to {int(last)}; count alike on all"))
+        reading = Reading(
+            self._layout.measured,
+            self._layout.layers,
+            known.values,
+            known.pairs,
+            given.reading.extras,
+            tuple(problems),
+            given.reading.seconds + seconds,
+        )
+        return Agreed(reading, known.scalars, look > 0, int(interval), tuple(message.news for message in told))
+
+    # --- meeting ------------------------------------------------------------------------------------------------------
+
+    def _meet(self, step: int) -> None:
+        """Returns on all ranks, or raises PartedError on all."""
+        n = self._next
+        door, came = f"{n}/door", f"{n}/came"
+        self._store.set(f"came/{self.rank}", str(n))
+        if self._store.add(came, 1) == self.size:
+            self._store.compare_set(door, "", _OPEN)
+            for key in (f"{n - 1}/door", f"{n - 1}/came"):  # all have passed it
+                self._store.delete_key(key)
+        elif n == 0 and not self._waited([f"watches/{rank}" for rank in range(self.size)], START):
+            absent = _named(self._absent("watches", 0))
+            self._store.compare_set(door, "", f"{absent} did not call attnwatch.watch for this run")
+        elif not self._waited([door], SPEAK):
+            missing = _named(self._absent("came", n))
+            LOG.warning("attnwatch: waiting for %s at the sample of step %d, %.0f s at most", missing, step, PATIENCE)
+            if not self._waited([door], PATIENCE - SPEAK):
+                late = f"{_named(self._absent('came', n))} did not come to the sample of step {step}"
+                self._store.compare_set(door, "", f"{late} within {PATIENCE:.0f} s")
+        answer = self._store.get(door).decode()
+        if answer != _OPEN:
+            raise PartedError(answer, n > 0)
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE))
+
+    def _waited(self, keys: list[str], seconds: float) -> bool:
+        """Whether the keys were set in that time."""
+        try:
+            self._store.wait(keys, timedelta(seconds=seconds))
+        except RuntimeError:  # of several kinds, by kind of store
+            return self._store.check(keys)
+        return True
+
+    def _absent(self, place: str, number: int) -> list[int]:
+        """Ranks that did not say this number, or a later one, there."""
+        keys = {rank: f"{place}/{rank}" for rank in range(self.size)}
+        return [
+            rank
+            for rank, key in keys.items()
+            if not self._store.check([key]) or int(self._store.get(key).decode()) < number
+        ]
+
+    def leave(self) -> None:
+        """This rank comes to no sample any more. Idempotent; nobody waits for anybody."""
+        if not self._parted:
+            with suppress(Exception):  # the store is gone where rank 0 has ended
+                self._store.compare_set(f"{self._next}/door", "", f"rank {self.rank} closed its monitor")
+            self._part()
+
+    def _part(self) -> None:
+        self._parted = True
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            with suppress(Exception):  # one that failed
+                dist.destroy_process_group(group)
+
+    # --- collectives --------------------------------------------------------------------------------------------------
+
+    def _reduce(self, share: Packed) -> Packed:
+        sums, tops = (torch.from_numpy(x) for x in share)
+        dist.all_reduce(sums, dist.ReduceOp.SUM, self._group)
+        dist.all_reduce(tops, dist.ReduceOp.MAX, self._group)
+        return Packed(sums.numpy(), tops.numpy())
+
+    def _tell(self, message: _Message) -> list[_Message]:
+        told: list[Any] = [None] * self.size
+        dist.all_gather_object(told, message, self._group)
+        return told
+
+
+def _named(ranks: list[int], most: int = 8) -> str:
+    names = ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
