@@ -41,8 +41,11 @@ class Options:
     context: int | None
     budget: float | None = None
     merge: str = "ranks"
+    every_row: bool = False
 
     def __post_init__(self) -> None:
+        if type(self.every_row) is not bool:
+            raise UsageError(f"expected every_row to be True or False, found {self.every_row!r}")
         if self.merge not in ("ranks", "none"):
             raise UsageError(f'expected merge to be "ranks" or "none", found {self.merge!r}')
         if self.compiled not in ("eager", "graph"):

@@ -46,6 +46,7 @@ def watch(
     stop_on: str | None = None,
     budget: float | None = None,
     merge: str = "ranks",
+    every_row: bool = False,
 ) -> Monitor:
     """Watch the attention of a model while it trains. Attach before the first step; training is not changed.
 
@@ -54,6 +55,8 @@ def watch(
     every: the first step is sampled, then every `every`-th. spectrum_every: the weights are looked at in the first
         sample, then in every `spectrum_every`-th (None: every fifth); rules use the last known spectrum.
     rows, sequences: at most so many query rows of so many sequences of a batch are measured (rows=None: all rows).
+    every_row: entropy, entropy_ratio and first_key_mass are those of every row, by one more call of the fused kernel in
+        float32; `rows` then holds for the other numbers. Calls with masks, soft-caps or sinks stay sampled.
     rules: a TOML file or a list of `Rule`; None: the default rules (`attnwatch rules` prints them).
     outputs: more objects with `write(update)` and `close()`. prometheus: a port on 127.0.0.1, 0 picks one; or an
         `attnwatch.Prometheus` that says more. A port in use is a problem that is named, no error.
@@ -105,9 +108,10 @@ def watch(
         context=context,
         budget=budget,
         merge=merge,
+        every_row=every_row,
     )
     try:
-        probe = Probe(model, rows, sequences, adapters, graph=compiled == "graph", context=context)
+        probe = Probe(model, rows, sequences, adapters, graph=compiled == "graph", context=context, every_row=every_row)
     except ValueError as error:
         raise UsageError(str(error)) from None
     metrics = tuple(Metric(*metric) for metric in METRICS)

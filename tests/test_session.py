@@ -61,6 +61,21 @@ def forward(model: nn.Module) -> Tensor:
 # --- when -------------------------------------------------------------------------------------------------------------
 
 
+def test_every_row_reaches_the_probe(model: Decoder, run: Path) -> None:
+    """The entropy of three rows, with `every_row` that of all of them."""
+    found = []
+    for options in ({"rows": None}, {"rows": 3}, {"rows": 3, "every_row": True}):
+        place = run.with_name(f"run{len(found)}")
+        with attnwatch.watch(model, run=place, every=1, report=False, **options) as monitor:
+            torch.manual_seed(1)
+            model(torch.randint(TOKENS, (BATCH, LENGTH))).sum().backward()
+            monitor.step()
+        found.append(attnwatch.open_run(place).metric("entropy"))
+    whole, some, every = found
+    np.testing.assert_allclose(every, whole, atol=1e-5)
+    assert not np.allclose(some, whole, atol=1e-4)
+
+
 def test_the_first_step_is_sampled_then_every_third(model: Decoder, run: Path) -> None:
     with attnwatch.watch(model, run=run, every=3, spectrum_every=2, report=False) as monitor:
         for _ in range(11):

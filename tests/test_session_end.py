@@ -280,6 +280,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"outputs": print}, "expected outputs to be a list of objects with write(update) and close(), found <built-in "),
     ({"outputs": [1]}, "expected outputs to be a list of objects with write(update) and close(), found [1]"),
     ({"outputs": [LogOutput]}, "expected outputs to be a list of objects with write(update) and close(), found [<cla"),
+    ({"every_row": 1}, "expected every_row to be True or False, found 1"),
+    ({"merge": "all"}, 'expected merge to be "ranks" or "none", found \'all\''),
     ({"budget": 0}, "expected budget to be a share of the training time between 0 and 1, 0.01 say, found 0"),
     ({"budget": 1.5}, "expected budget to be a share of the training time between 0 and 1, 0.01 say, found 1.5"),
     ({"budget": "1%"}, "expected budget to be a share of the training time between 0 and 1, 0.01 say, found '1%'"),
