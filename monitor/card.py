@@ -21,6 +21,7 @@ COLOURS = {"info": "#3d6f9e", "warning": "#c98500", "critical": "#d0433c"}
 _MOST = 8
 """Alerts, and problems, that are listed."""
 _LAYERS = 200
+"""That have a row."""
 
 
 class Cell(NamedTuple):
@@ -51,6 +52,7 @@ def card(
         step=None if sample is None else sample.step,
         columns=columns,
         rows=rows,
+        more=0 if sample is None else max(len(sample.layers) - _LAYERS, 0),
     )
 
 

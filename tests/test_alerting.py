@@ -76,13 +76,18 @@ def with_labels(name: str, labels: Mapping[str, str]) -> str:
 
 
 def test_promtool_finds_nothing_wrong(tmp_path: Path, program: Callable[[str], str]) -> None:
-    """Of the default rules, of none, and of a rule whose texts are full of signs."""
-    hostile = Rule(
-        "a.b-c_9", "info", "loss > 1", summary='"\\\n{{ }} $labels', advice='{{ x }} \\ " # : é\n- 😀 {place}'
+    """Of the default rules, of none, of rules whose texts are full of signs, and whose names make one alert's name."""
+    signs = "".join(map(chr, (*range(1, 0x110), 0x2028, 0x2029, 0xFEFF, 0xFFFE, 0xFFFF, 0x1F600)))
+    hostile = tuple(
+        Rule(
+            name, "critical", "loss > 1", summary='"\\\n{{ }} $labels', advice='{{ x }} \\ " # : é\n- 😀 {place}' + text
+        )
+        for name in ("a.b-c_9", "a-b-c-9", "A_b.C-9", "gone", "problems", "_", "__")
+        for text in (signs.replace("{", "").replace("}", ""),)
     )
-    for name, rules in (("default", load_rules()), ("none", ()), ("hostile", (hostile,))):
+    for name, rules in (("default", load_rules()), ("none", ()), ("hostile", hostile)):
         (tmp_path / name).write_text(prometheus_rules(rules), encoding="utf-8")
-        command = [program("promtool"), "check", "rules", tmp_path / name]
+        command = [program("promtool"), "check", "rules", "--lint=all", "--lint-fatal", tmp_path / name]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
         assert f"SUCCESS: {len(rules) + len(JOB)} rules found" in done.stdout
@@ -225,11 +230,14 @@ def test_the_command_prints_alerts_of_the_default_rules_or_of_a_file(
     [
         (["--prometheus", "nowhere.toml"], "nowhere.toml: expected a file of rules, found No such file or directory"),
         (["--prometheus", "--grafana"], "not allowed with argument"),
+        (["--prometheus", "wrong.toml"], "wrong.toml: rule 'mine', when: column 1: no name 'entropyy'; there are"),
     ],
 )
 def test_a_wrong_use_of_the_command_is_one_line(
-    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("wrong.toml").write_text('[[rule]]\nname = "mine"\nseverity = "info"\nwhen = "entropyy < 1"\n')
     try:
         code: int | str | None = main(["rules", *arguments])
     except SystemExit as error:

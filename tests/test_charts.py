@@ -184,6 +184,38 @@ def test_thresholds_are_read_from_the_rules_and_only_for_the_whole_name() -> Non
     assert panels.thresholds("entropy", rules) == [panels.Threshold(20.0, "critical", "a")]
 
 
+def reduced(values: list[float]) -> panels.Reduced:
+    array = np.array(values, dtype=np.float32).reshape(-1, 1, 1)
+    return panels.reduce(np.arange(len(values)), array, Metric("m", "1", "", "mean"), panels.Detail(100, 8))
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "is_log"),
+    [
+        ([2.0, 90.0, 900.0], 2.0, True),
+        ([-5.0, 0.0, 4.0, 50_000.0], 4.0, True),  # signed, yet a linear axis would press 4 to 0
+        ([1e-9, 4.0, 50_000.0], 4.0, True),  # more than six decades below the highest
+        ([-5.0, 0.0, 4.0, 500.0], None, False),
+        ([0.0, 0.01, 3.0], None, False),  # an entropy that falls to nothing
+        ([0.0, 0.0, 2112.0], None, False),
+    ],
+)
+def test_an_axis_is_logarithmic_where_a_linear_one_would_hide_all_but_the_largest(
+    values: list[float], low: float | None, is_log: bool
+) -> None:
+    scale = panels.value_scale("m", [reduced(values)], [])
+    assert scale.log == is_log
+    assert low is None or scale.low == pytest.approx(low / 1.3)
+
+
+@pytest.mark.parametrize(("count", "width"), [(10, 1), (100, 2), (400, 10), (800, 20), (3000, 20)])
+def test_the_mean_over_a_short_loss_is_short(count: int, width: int) -> None:
+    """A jump in the middle is passed after `width` steps: a fortieth of the run, 20 at most."""
+    values = np.where(np.arange(count) < count // 2, 0.0, 1.0)
+    drawn = curves.smooth(values, 1500)
+    assert int(np.sum((drawn > 0) & (drawn < 1 - 1e-9))) == width - 1
+
+
 def test_a_number_that_is_only_a_factor_is_no_threshold() -> None:
     """`x < 0.5 * start(x)` compares with half of what the head began with, not with 0.5."""
     rules = [{"name": "a", "severity": "critical", "when": "x < 0.5 * start(x) or x > 3 - y or (x >= 7)"}]

@@ -62,6 +62,12 @@ def test_csv_has_a_row_for_every_measured_head(run: Path, capsys: pytest.Capture
     assert found == ROWS
 
 
+def test_a_dash_is_the_screen(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert printed(capsys, str(run), "--csv", "-o", "-") == printed(capsys, str(run), "--csv")
+    assert not Path("-").exists()
+
+
 def test_json_is_an_object_a_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [json.loads(line) for line in printed(capsys, str(run), "--json").splitlines()]
     assert [tuple(line.values()) for line in lines] == ROWS
@@ -122,6 +128,7 @@ def test_a_run_without_anything_has_a_header(tmp_path: Path, capsys: pytest.Capt
     ("arguments", "expected"),
     [
         (["--parquet"], "give -o FILE"),
+        (["--parquet", "-o", "-"], "give -o FILE"),
         (["--csv", "-o", "run/run.json"], "expected a new file"),
         (["--csv", "-o", "nowhere/x.csv"], "expected a place to write"),
         ([], "one of the arguments --csv --json --parquet is required"),

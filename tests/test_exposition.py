@@ -241,8 +241,8 @@ def test_help_texts_stand_as_they_are() -> None:
 
 
 def test_promtool_has_no_complaint(exposition: Exposition, program: Callable[[str], str]) -> None:
-    """Names, types and help are what Prometheus asks for, with hostile layers too."""
-    exposition.write(full_update(HOSTILE))
+    """Names, types and help are what Prometheus asks for, with hostile layers too; node_exporter reads it this way."""
+    exposition.write(full_update((*HOSTILE, "h.\ud800")))
     body = text(exposition).encode()
     check = subprocess.run([program("promtool"), "check", "metrics"], input=body, capture_output=True, timeout=60)
     assert (check.returncode, check.stdout, check.stderr) == (0, b"", b"")

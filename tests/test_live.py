@@ -250,6 +250,25 @@ def test_uncovered_layers_and_missing_numbers_never_look_healthy(tmp_path: Path)
     assert "- not measured" in spectrum
 
 
+def test_a_scan_shows_what_weights_know(tmp_path: Path) -> None:
+    """Not entropy, nor a loss, nor a share of the time between its files."""
+    path = write(tmp_path / "run", [Coverage("a", "verified", 3, 3, 16)], np.full((2, 3, 1, 3), 0.2))
+    header = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps(header | {"source": "checkpoints"}))
+    said = once(path).stdout
+    assert "qk_rank_ratio, 1 layer, 3 heads" in said
+    assert "Saved weights know no loss." in said
+    assert "of the time" not in said
+
+
+def test_what_a_low_screen_has_no_room_for_is_counted(tmp_path: Path) -> None:
+    with Window(live(made_runs.collapse(tmp_path / "run", steps=60)), columns=80, lines=18) as window:
+        window.sees("of 12, 4 heads")
+        window.type("d")
+        screen = window.sees("more lines: a higher window shows them")
+        assert "logit_max" in screen
+
+
 def test_of_several_runs_the_newest_is_shown_and_ranks_are_counted(tmp_path: Path) -> None:
     for index, name in enumerate(("old", "new")):
         path = made_runs.collapse(tmp_path / "runs" / name, collapses=False, layers=1, steps=20)

@@ -81,6 +81,16 @@ def test_many_alerts_are_cut_and_counted() -> None:
     assert "and 3 more" in page
 
 
+def test_layers_without_a_row_are_counted() -> None:
+    heads = {(i, 0): {"entropy_ratio": 0.1} for i in range(203)}
+    page = Page(shown(sample=sample(0, heads=heads, layers=203, width=1))).text
+    assert "layer199 0.1 (0.1 to 0.1) and 3 more layers" in page
+    assert (
+        "more layers"
+        not in Page(shown(sample=sample(0, heads={(0, 0): {"entropy_ratio": 1}}, layers=200, width=1))).text
+    )
+
+
 def test_a_hostile_name_is_text() -> None:
     made = sample(0, layers=1)
     page = shown(

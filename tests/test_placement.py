@@ -274,6 +274,9 @@ UNSETTLED: dict[str, tuple[dict[str, Entry], dict[str, Any], str]] = {
         {"a.q_proj.weight": HALF, "a.kv_a_proj_with_mqa.weight": HALF, "a.kv_b_proj.weight": HALF}, {"heads": 4},
         "latent attention (kv_a_proj_with_mqa, kv_b_proj)",
     ),
+    "a norm without gains": (
+        _pair(), {"config": {"num_attention_heads": 4, "use_qk_norm": True}}, "(use_qk_norm in config.json)",
+    ),
     "norms by head": (
         _pair(q_norm__norms__0__weight=Entry((6,), "float16"), k_norm__norms__0__weight=Entry((6,), "float16")),
         {"heads": 4}, "expected a QK-norm with one gain a side",

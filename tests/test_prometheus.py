@@ -69,6 +69,15 @@ def test_an_answer_is_compressed_for_who_takes_it(output: PrometheusOutput) -> N
         assert gzip.decompress(answer.read()).decode() == fetch(output.port)
 
 
+def test_a_look_at_the_headers_is_no_scrape(output: PrometheusOutput) -> None:
+    """Health checks of proxies ask so; the final state waits for somebody who reads it."""
+    with urlopen(Request(f"http://127.0.0.1:{output.port}/metrics", method="HEAD")) as answer:
+        assert answer.status == 200
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        assert int(answer.headers["Content-Length"]) == len(fetch(output.port).encode())
+        assert answer.read() == b""
+
+
 @pytest.mark.parametrize("path", ["/", "/favicon.ico", "/metrics/x", "/metricsx"])
 def test_only_metrics_answers(output: PrometheusOutput, path: str) -> None:
     with pytest.raises(HTTPError, match="404") as error:
@@ -217,6 +226,21 @@ def test_idle_and_slow_clients_block_nobody(output: PrometheusOutput) -> None:
         client.close()
 
 
+def test_clients_that_pile_up_are_let_go(output: PrometheusOutput, wait_for: Callable[..., Any]) -> None:
+    """The oldest ones: threads and file descriptors of the process are needed for training."""
+    before = threading.active_count()
+    clients = [socket.create_connection(("127.0.0.1", output.port)) for _ in range(100)]
+    assert "attnwatch_info" in fetch(output.port)
+    clients[0].settimeout(20)
+    assert clients[0].recv(1) == b"", "the oldest is told"
+    wait_for(lambda: threading.active_count() <= before + 65, "the threads of those that were let go to end")
+    clients[-1].setblocking(False)
+    with pytest.raises(BlockingIOError):  # still connected
+        clients[-1].recv(1)
+    for client in clients:
+        client.close()
+
+
 def test_each_of_many_scrapes_sees_one_whole_update(output: PrometheusOutput) -> None:
     """While updates are written, step, loss and every layer of one answer belong together."""
     updates = [
@@ -245,6 +269,38 @@ def test_each_of_many_scrapes_sees_one_whole_update(output: PrometheusOutput) ->
     assert len(seen) >= 40
     assert all(len(values) == 1 for values in seen)
     assert len(set.union(*seen)) > 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        (b"GET /metrics HTTP/1.0", b"HTTP/1.0 200 "),
+        (b"GET http://host:1/metrics?x=[ HTTP/1.1", b"HTTP/1.0 200 "),
+        (b"GET /metrics HTTP/1.1\r\nAccept-Encoding: \xff\x00", b"HTTP/1.0 200 "),
+        (b"GET http://[ HTTP/1.1", b"HTTP/1.0 404 "),
+        (b"GET //[/metrics HTTP/1.1", b"HTTP/1.0 404 "),
+        (b"POST /metrics HTTP/1.1", b"HTTP/1.0 501 "),
+        (b"GET /metrics HTTP/1.1\r\n" + b"a: b\r\n" * 200, b"HTTP/1.0 431 "),
+        (b"GET /metrics HTTP/2.0", b""),
+        (b"GET /metrics", b""),
+        (b"\x16\x03\x01\x02\xff", b""),  # TLS
+    ],
+)
+def test_no_request_is_news(
+    asked: bytes,
+    answer: bytes,
+    output: PrometheusOutput,
+    caplog: pytest.LogCaptureFixture,
+    wait_for: Callable[..., Any],
+) -> None:
+    """Whatever is asked is answered or refused, without a word in the trainer's log."""
+    before = set(threading.enumerate())
+    with socket.create_connection(("127.0.0.1", output.port)) as client:
+        client.sendall(asked + b"\r\n\r\n")
+        assert client.makefile("rb").readline().startswith(answer)
+    wait_for(lambda: set(threading.enumerate()) <= before, "the server to be done with it")
+    assert caplog.records == []
+    assert "attnwatch_info" in fetch(output.port)
 
 
 def test_a_client_that_hangs_up_is_no_news(

@@ -236,22 +236,24 @@ def test_the_final_state_of_a_textfile_stays_for_a_while(tmp_path: Path, wait_fo
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_textfile_that_cannot_be_written_any_more_is_told(tmp_path: Path, wait_for: Callable[..., Any]) -> None:
-    """By the next update, as of every output that fails: the monitor names it and goes on."""
-    (tmp_path / "place").mkdir()
-    output = TextfileOutput(METRICS, tmp_path / "place" / "gpt.prom")
-    (tmp_path / "place" / "gpt.prom").unlink()
-    (tmp_path / "place").rmdir()
+def test_a_textfile_that_cannot_be_written_is_tried_again(tmp_path: Path, wait_for: Callable[..., Any]) -> None:
+    """A full disk is full for a while; the monitor names it and goes on."""
+    place = tmp_path / "place"
+    place.mkdir()
+    output = TextfileOutput(METRICS, place / "gpt.prom")
+    (place / "gpt.prom").unlink()
+    place.rmdir()
+    text = wait_for(lambda: output.write(EMPTY), "the failure")
+    assert text == f"{str(place / 'gpt.prom')!r} could not be written (No such file or directory)"
+    place.mkdir()
 
-    def fails() -> bool:
-        try:
-            output.write(EMPTY)
-        except FileNotFoundError:
-            return True
-        return False
+    def is_back() -> bool:
+        output.write(full_update(("h.0",)))
+        return (place / "gpt.prom").exists() and "attnwatch_step 100" in (place / "gpt.prom").read_text()
 
-    wait_for(fails, "the failure")
+    wait_for(is_back, "the file to be back")
     output.discard()
+    assert list(place.iterdir()) == []
 
 
 def test_a_textfile_in_no_directory_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -139,6 +140,61 @@ def test_a_run_that_was_not_measured_is_never_healthy(
     assert "A run that was not measured is not a healthy one" in html.render([run])
 
 
+def test_fewer_samples_than_an_alarm_needs_are_unknown(tmp_path: Path) -> None:
+    """sparse_low_rank holds for 3: two samples cannot make it fire, three can."""
+    few = "Could not tell whether attention is healthy: an alarm needs 3 samples in a row, and 2 were recorded."
+    assert summary.verdict(small_run(tmp_path / "two", samples=2)) == ("unknown", few)
+    assert summary.verdict(small_run(tmp_path / "three", samples=3))[0] == "healthy"
+
+
+def test_unmeasured_layers_are_the_reason_when_they_left_no_sample(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", layers=(Coverage("a", "uncovered"),), samples=0)
+    assert summary.verdict(run)[1].endswith("none of its 1 attention layers could be measured.")
+
+
+def test_a_rule_that_was_met_but_not_for_long_enough_is_told(tmp_path: Path) -> None:
+    coming = made_runs.alert(state="pending", pending_step=20, fired_step=None)
+    words = "Healthy, though sparse_low_rank has been met since step 20, not long enough to fire."
+    assert summary.verdict(small_run(tmp_path / "run", coming)) == ("healthy", words)
+
+
+def test_a_loss_that_was_not_passed_is_told(tmp_path: Path) -> None:
+    """Nobody knows whether it diverged."""
+    sentences = []
+    for alerts in ([], [made_runs.alert(heads=())]):
+        writer = RunWriter(tmp_path / str(len(alerts)), made_runs.header(("entropy_ratio",)))
+        for step in range(3):
+            writer.sample(Sample(step, 0.0, ("entropy_ratio",), ("layer",), np.full((1, 1, 2), 0.6, "f4")))
+        for alert in alerts:
+            made_runs.write_alert(writer, alert)
+        made_runs.write_end(writer, 3, 3)
+        sentences.append(summary.verdict(open_run(tmp_path / str(len(alerts))))[1])
+    assert sentences == [
+        "Healthy, as far as seen: no loss was passed.",
+        "Attention collapsed at step 540, as far as seen: no loss was passed.",
+    ]
+
+
+@pytest.mark.parametrize(("pending", "advises"), [(90, "sparse_low_rank"), (105, "loss_divergence")])
+def test_the_advice_never_leads_back_to_after_the_divergence(tmp_path: Path, pending: int, advises: str) -> None:
+    """The loss diverges from 100: to roll back to before an alert that began at 105 would not help."""
+    alert = made_runs.alert(pending_step=pending, fired_step=110, advice="Roll back to before the alert.")
+    loss = replace(made_runs.divergence(100, 140), advice="Roll back to before the divergence.")
+    run = small_run(tmp_path / "run", alert, loss)
+    found = summary.advising(run)
+    assert found is not None
+    assert found.rule == advises
+    text = Page(html.render([run])).text
+    assert found.advice in text
+    assert alert.summary in text
+
+
+def test_uncovered_layers_are_no_alarm_about_attention(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run", made_runs.alert("uncovered_layers", severity="warning", heads=()))
+    assert html.headline(run) == ("0", "alarms in 3 samples of 1 layer")
+    assert compare.outcomes([run])[0].alerts == 0
+
+
 def test_samples_without_a_number_are_unknown(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "run", made_runs.header(("entropy_ratio",)))
     writer.sample(Sample(0, 0.0, ("entropy_ratio",), ("layer",), np.full((1, 1, 2), np.nan, "f4")))
@@ -216,6 +272,14 @@ def test_only_verified_neighbours_share_a_row_of_coverage() -> None:
     assert [name for name, _ in html.grouped_coverage(layers)] == ["a to c (3 layers)", "d", "e"]
 
 
+def test_how_exactly_a_layer_was_proved_parts_no_neighbours() -> None:
+    """They are one row, with the largest error of them; another place of the weights is another row."""
+    notes = ["rows 0 to 8; to 1e-08", "rows 0 to 8; to 2.5e-07", "rows 0 to 8; to 0e+00", "rows 8 to 16; to 1e-08"]
+    layers = [Coverage(name, "verified", note=note) for name, note in zip("abcd", notes, strict=True)]
+    rows = [(name, layer.note) for name, layer in html.grouped_coverage(layers)]
+    assert rows == [("a to c (3 layers)", notes[1]), ("d", notes[3])]
+
+
 def test_page_is_written_whole_or_not_at_all(tmp_path: Path, healthy: Run) -> None:
     target = html.write_report([healthy], tmp_path / "report.html")
     assert target.read_text(encoding="utf-8").rstrip().endswith("</html>")
@@ -226,6 +290,26 @@ def test_page_is_written_whole_or_not_at_all(tmp_path: Path, healthy: Run) -> No
         assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="at least one run"):
         html.render([])
+
+
+def test_a_summary_of_another_program_is_never_overwritten(tmp_path: Path, healthy: Run) -> None:
+    """Ours is, of one run or of several."""
+    for runs in ([healthy], [healthy, healthy], [healthy]):
+        html.write_page_and_summary(runs, tmp_path / "report.html")
+    for theirs in ('{"accuracy": 1}', "[]", "{", "3"):
+        (tmp_path / "summary.json").write_text(theirs)
+        (tmp_path / "report.html").unlink(missing_ok=True)
+        with pytest.raises(UsageError, match="expected no other"):
+            html.write_page_and_summary([healthy], tmp_path / "report.html")
+        assert [each.name for each in tmp_path.iterdir()] == ["summary.json"]
+        assert (tmp_path / "summary.json").read_text() == theirs
+
+
+def test_a_torn_summary_in_a_run_directory_is_made_anew(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    (run.path / "summary.json").write_text('{"format": 1, "ver')
+    html.write_page_and_summary([run], run.path / "report.html")
+    assert json.loads((run.path / "summary.json").read_text())["run"] == "run"
 
 
 class LongRun:

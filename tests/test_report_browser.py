@@ -15,7 +15,7 @@ from tests.pages import Page
 from attnwatch.monitor.run import Run
 from attnwatch.monitor.sample import Coverage, Sample
 from attnwatch.monitor.store import RunWriter, open_run
-from attnwatch.reports import html
+from attnwatch.reports import html, summary
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'{{ 7 * 7 }}"
 
@@ -52,6 +52,28 @@ def test_hostile_names_stay_text(hostile: Run) -> None:
     assert [tag for tag, _ in page.tags].count("script") == 1
     assert "{{ 7 * 7 }}" in page.text
     assert not [attributes for _, attributes in page.tags if "onerror" in attributes]
+
+
+def test_names_that_turn_the_text_around_or_never_end_are_written_out_and_cut(tmp_path: Path) -> None:
+    """Right-to-left marks, terminal escapes, 10,000 characters: of a run, a layer, a scalar, an alert."""
+    marks, long = "a\u202eb\u2066\x1b[31m\u200f", "x" * 10_000
+    path = tmp_path / f"run{marks.replace(chr(27), '')}"
+    writer = RunWriter(path, made_runs.header(("entropy_ratio",)))
+    made_runs.write_coverage(writer, [Coverage(name, "verified", 2, 2, 8) for name in (marks, long)])
+    for step in range(4):
+        values = np.full((1, 2, 2), 0.5, "f4")
+        writer.sample(Sample(step, float(step), ("entropy_ratio",), (marks, long), values))
+        writer.scalars(step, {"loss": 1.0, marks: 2.0})
+    worst = made_runs.alert(place=marks, pending_step=1, fired_step=2, heads=((long, 1), (marks, 0)), summary=marks)
+    made_runs.write_alert(writer, worst)
+    made_runs.write_end(writer, 4, 4)
+    run = open_run(path)
+    source = html.render([run, run])
+    assert not [mark for mark in "\u202e\u2066\x1b\u200f" if mark in source]
+    page = Page(source)
+    assert r"a\u202eb\u2066\x1b[31m\u200f" in page.text
+    assert long[:101] not in summary.verdict(run)[1]
+    assert long[:201] not in page.text
 
 
 @pytest.fixture(scope="module")
@@ -122,15 +144,16 @@ def test_on_a_telephone_what_is_too_wide_scrolls_and_shows_it(
     browser: Browser, tmp_path: Path, collapsed: Run, healthy: Run
 ) -> None:
     """Nothing is cut: what reaches beyond the page stands in a box that scrolls, with a shadow where more is hidden."""
-    for runs in ([collapsed], [collapsed, healthy]):
-        browser.open(html.write_report(runs, tmp_path / "report.html"), width=390)
+    for runs, width in (([collapsed], 320), ([collapsed], 390), ([collapsed, healthy], 390)):
+        browser.open(html.write_report(runs, tmp_path / "report.html"), width=width)
         browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
-        assert browser.evaluate("document.documentElement.scrollWidth") == 390
+        assert browser.evaluate("document.documentElement.scrollWidth") == width
         wide = (
-            "[...document.querySelectorAll('svg, table, dl, .maps')].filter(n => n.getBoundingClientRect().right > 390)"
+            "[...document.querySelectorAll('svg, table, dl, .maps')]"
+            f".filter(n => n.getBoundingClientRect().right > {width})"
         )
         assert browser.evaluate(f"{wide}.length") > 5
-        assert browser.evaluate(f"{wide}.filter(n => !n.closest('.scroll')).length") == 0
+        assert browser.evaluate(f"{wide}.filter(n => !n.closest('.scroll, details')).length") == 0
         box = "getComputedStyle(document.querySelector('.timeline').closest('.scroll'))"
         assert browser.evaluate(f"{box}.overflowX") == "auto"
         assert browser.evaluate(f"{box}.backgroundAttachment") == "local, local, scroll, scroll"

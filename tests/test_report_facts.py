@@ -144,6 +144,12 @@ def test_runs_of_one_name_are_told_apart_by_what_is_above_them(tmp_path: Path) -
     assert facts.names([runs[0], runs[0]]) == ["run", "run"]  # the same one twice
 
 
+def test_a_scan_has_no_share_of_a_time_that_nobody_knows(tmp_path: Path) -> None:
+    """Its samples have the times of their files, hours or seconds apart."""
+    assert math.isnan(html._cost(with_header(tmp_path / "scan", source="checkpoints"))["share"])
+    assert html._cost(with_header(tmp_path / "run"))["share"] == 0.0
+
+
 def test_saved_weights_that_a_rule_objects_to_say_so(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "run", made_runs.header(("qk_rank_ratio",)) | {"source": "checkpoints"})
     writer.sample(Sample(9, 0.0, ("qk_rank_ratio",), ("a",), np.full((1, 1, 2), 0.1, "f4")))
@@ -214,6 +220,13 @@ def test_a_spectrum_curve_goes_through_the_three_points_that_are_recorded(tmp_pa
     assert f'd="{path}"' in head.picture
 
 
+def test_a_direction_that_holds_more_than_90_percent_is_one_point(tmp_path: Path) -> None:
+    """ "One direction holds 90 %" says less than that it holds 96 %: no second point under the first."""
+    curve = spectra._curve("end", 1, spectra.Scale(1, 16, 0, 100, log=True), spectra.Scale(0, 1, 100, 0), ENERGY)
+    assert curve.count("<circle") == 2
+    assert 'd="M0.0 4.0L83.0 0.0"' in curve
+
+
 def test_crossings_are_those_of_the_rule_engine(collapsed: Run, healthy: Run, tmp_path: Path) -> None:
     """Computed for the whole run at once, and by asking sample by sample."""
     for run in (collapsed, healthy, lost(tmp_path / "run"), with_header(tmp_path / "small")):
@@ -221,6 +234,7 @@ def test_crossings_are_those_of_the_rule_engine(collapsed: Run, healthy: Run, tm
     assert [each.step for each in crossings(collapsed)][:1] != [None]
 
 
+ENERGY = np.array([0.96, 1.0, 1.0, 1.2])
 METRICS = ("entropy_ratio", "qk_rank_ratio", "logit_max")
 LEVELS = {"entropy_ratio": (0.1, 0.5), "qk_rank_ratio": (0.2, 0.9), "logit_max": (50.0, 5e3)}
 

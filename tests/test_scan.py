@@ -113,7 +113,10 @@ def test_non_finite_weights_are_critical_and_named(tmp_path: Path, capsys: pytes
     assert np.isnan(sample["qk_rank"]).tolist()[2] == [False, True, False, False]
     assert fired(found) == {("weights_nonfinite", "model.layers.2.self_attn", 7)}
     assert main(["scan", str(path)]) == 0
-    assert "critical: weights_nonfinite: W_q or W_k of 1 heads" in capsys.readouterr().out
+    assert (
+        "critical: weights_nonfinite: NaN or infinite numbers in W_q or W_k of model.layers.2.self_attn (heads: 1)"
+        in capsys.readouterr().out
+    )
 
 
 def test_concentration_under_a_query_key_norm_is_no_news(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,6 +221,15 @@ def test_a_watched_run_is_never_overwritten(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="expected a new"):
             scan([Step(0, path, "order")], out=run)
     assert (run / "run.json").exists()
+
+
+def test_a_scan_is_not_recorded_among_other_files(tmp_path: Path) -> None:
+    """The directory of the checkpoints itself, say."""
+    path = save("directory", tmp_path / "one", weights())
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UsageError, match="found other files in it"):
+        scan([Step(0, path, "order")], out=tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_json_holds_every_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

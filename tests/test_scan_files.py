@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
 from collections.abc import Callable
@@ -208,6 +209,11 @@ def _index(name: str) -> Callable[[Path], Path]:
     return make
 
 
+def _pipe(folder: Path) -> Path:
+    os.mkfifo(folder / "x.pt")
+    return folder / "x.pt"
+
+
 def _expanded(folder: Path) -> Path:
     """One number that claims to be a matrix of 10^12."""
     big = torch.ones(1).expand(1 << 20, 1 << 20)
@@ -272,6 +278,9 @@ REFUSED = {
     "an index that climbs": (_index("../../../etc/passwd"), "expected plain file names"),
     "an absolute index": (_index("/etc/passwd"), "expected plain file names"),
     "an index to a folder": (_index(".."), "expected plain file names"),
+    "an index to itself": (_index("model.safetensors.index.json"), "expected shards (.safetensors"),
+    "an index to another kind": (_index("notes.txt"), "expected shards (.safetensors"),
+    "a pipe": (_pipe, "neither a file nor a directory"),
     "a missing shard": (_index("there.safetensors"), "found no 'there.safetensors'"),
     "a shard without its tensor": (_index("here.safetensors"), "expected 'a.k_proj.weight' in 'here.safetensors'"),
     "a broken index": (_bad_index, "expected JSON in"),

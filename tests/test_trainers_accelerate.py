@@ -218,6 +218,18 @@ def test_the_accelerator_knows_it(tmp_path: Path) -> None:
     loop.accelerator.end_training()
 
 
+def test_every_kind_of_number_is_taken(tmp_path: Path) -> None:
+    """numpy's small ones too, which are no floats of Python's."""
+    tracker = AttnwatchTracker(run=tmp_path / "run", every=5, report=False)
+    loop = Loop(tracker)
+    numbers = {"f16": np.float16(0.5), "f32": np.float32(1.5), "i64": np.int64(2), "t": torch.tensor(3.5), "b": True}
+    loop.run(lambda _: loop.accelerator.log(numbers))
+    run = open_run(tmp_path / "run")
+    assert {name: run.scalar(name)[1].tolist() for name in numbers} == {
+        "f16": [0.5] * 6, "f32": [1.5] * 6, "i64": [2] * 6, "t": [3.5] * 6, "b": [1] * 6,
+    }  # fmt: skip
+
+
 def test_wrong_options_are_one_line() -> None:
     with pytest.raises(UsageError, match="found optimizer; leave it out: the trainer's own steps are counted"):
         AttnwatchTracker(optimizer=None)

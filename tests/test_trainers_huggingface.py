@@ -80,6 +80,28 @@ def test_every_step_tells_the_loss_and_logged_ones_the_gradient_norm(tmp_path: P
     assert run.scalar("grad_norm")[0].tolist() == [2, 4, 6]
 
 
+class InTuple(torch.nn.Module):
+    """A model of one's own that returns loss and logits in a tuple, of which the Trainer takes the first."""
+
+    def __init__(self, has_loss: bool) -> None:
+        super().__init__()
+        self.model, self.has_loss = tiny.llama(), has_loss
+
+    def forward(self, **batch: Tensor) -> tuple[Tensor, ...]:
+        found = self.model(**batch)
+        return (found.loss, found.logits) if self.has_loss else (found.logits[:1, :1, :1], found.loss)
+
+
+@pytest.mark.parametrize("has_loss", [True, False])
+def test_a_tuple_begins_with_the_loss_or_with_something_else(has_loss: bool, tmp_path: Path) -> None:
+    """One number of logits is no loss. What the Trainer optimizes then is its own affair."""
+    model, losses = InTuple(has_loss), Losses()
+    model.register_forward_hook(losses, with_kwargs=True)
+    first, second = model(**torch.utils.data.default_collate(tiny.texts(2)))
+    assert losses.take(1) == ({"loss": first} if has_loss else {})
+    assert second.requires_grad
+
+
 def test_a_loss_that_the_model_does_not_return_comes_with_the_logs(tmp_path: Path) -> None:
     """Label smoothing takes the labels away from the model."""
     callback = AttnwatchCallback(run=tmp_path / "run", every=4, report=False)

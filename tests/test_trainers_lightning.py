@@ -191,6 +191,18 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
     assert [(alert.rule, alert.fired_step) for alert in second.alerts] == [("below_0", 2), ("below_1", 5)]
 
 
+def test_a_checkpoint_that_was_loaded_for_a_test_is_no_past_of_the_next_fit(tmp_path: Path) -> None:
+    callback = AttnwatchCallback(run=tmp_path / "run", rules=[tiny.below(0.055)], every=4, report=False)
+    trainer(tmp_path, callback).fit(module := module_of(), rows())
+    module.trainer.save_checkpoint(tmp_path / "after.ckpt")
+    module.test_step = module.validation_step
+    trainer(tmp_path, callback).test(module, rows(), ckpt_path=tmp_path / "after.ckpt", verbose=False)
+    trainer(tmp_path, callback).fit(module_of(), rows())
+    for run in (open_run(tmp_path / "run"), open_run(tmp_path / "run-2")):
+        assert run.steps.tolist() == [1, 5]
+        assert [(alert.rule, alert.fired_step) for alert in run.alerts] == [("below_0.055", 2)]
+
+
 def test_another_fit_is_another_run(tmp_path: Path) -> None:
     callback = AttnwatchCallback(run=tmp_path / "run", every=4, report=False)
     fitting, model = trainer(tmp_path, callback), module_of()

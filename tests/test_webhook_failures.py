@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
+import socket
 import ssl
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -87,6 +90,27 @@ def test_a_receiver_that_hangs_holds_up_nobody(hook: Hook, wait_for: WaitFor) ->
         assert complaint(output, wait_for) == "an alert could not be delivered: TimeoutError"
 
 
+@pytest.mark.parametrize("answer", [b"H", b"HTTP/1.1 100 Continue\r\n\r\n"])
+def test_a_receiver_that_never_comes_to_an_end_is_left(answer: bytes, hook: Hook, wait_for: WaitFor) -> None:
+    """Each part of its answer is in time."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            client, _ = server.accept()
+            with client, suppress(OSError):
+                while not over.wait(0.02):
+                    client.sendall(answer)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        output = hook(f"127.0.0.1:{server.getsockname()[1]}", tries=1, timeout=0.5)
+        output.write(update(FIRED))
+        assert re.fullmatch(r"an alert could not be delivered: \w+", complaint(output, wait_for))
+        over.set()
+        thread.join()
+
+
 def test_close_waits_for_a_bounded_time_and_says_what_is_lost(hook: Hook) -> None:
     with Receiver("hang") as receiver:
         output = hook(receiver, patience=0.2)
@@ -135,7 +159,7 @@ def test_a_full_queue_drops_counts_and_says_so() -> None:
     go_on.set()
     with pytest.raises(Undelivered, match=r"^3 updates were dropped$"):
         courier.close(30)
-    assert (delivered, courier.dropped) == ([0, 1, 2], 3)
+    assert delivered == [0, 1, 2]
 
 
 def test_proxies_of_the_environment_are_not_used(

@@ -11,8 +11,8 @@ from typing import Any
 
 from attnwatch.monitor.outputs.alerting import prometheus_rules
 from attnwatch.monitor.outputs.dashboard import dashboard
-from attnwatch.monitor.rules import load_rules
-from attnwatch.monitor.sample import UsageError
+from attnwatch.monitor.rules import Engine, Rule, load_rules, of_file
+from attnwatch.monitor.sample import Metric, UsageError
 
 
 def add(commands: Any) -> None:
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     if options.grafana:
         text = json.dumps(dashboard(), indent=1) + "\n"
     elif options.prometheus:
-        text = prometheus_rules(load_rules(None if options.prometheus is True else options.prometheus))
+        text = prometheus_rules(load_rules() if options.prometheus is True else _own(options.prometheus))
     else:
         text = (files("attnwatch.monitor") / "default_rules.toml").read_text(encoding="utf-8")
     if options.out is None:
@@ -52,3 +52,13 @@ def run(options: argparse.Namespace) -> int:
         ) from None
     print(options.out)
     return 0
+
+
+def _own(path: Path) -> tuple[Rule, ...]:
+    """Rules that `watch` would take as well. Raises UsageError."""
+    from attnwatch.hooks.layers import METRICS  # loads torch, which the other choices do without
+
+    rules = load_rules(path)
+    with of_file(path):
+        Engine(rules, [Metric(*metric) for metric in METRICS])
+    return rules

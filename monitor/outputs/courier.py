@@ -18,14 +18,14 @@ class Undelivered(Exception):  # noqa: N818 (a state of things)
 
 
 class Courier(Generic[Thing]):
-    """A queue and the thread that empties it, which starts with the first thing.
+    """A queue and the thread that empties it, which starts with the first thing, and again with one after `close`.
 
     deliver: takes one thing somewhere. What it raises is a complaint, and the next thing is tried.
     room: how many things may wait; further ones are dropped, and counted in `dropped`.
     """
 
     def __init__(self, deliver: Callable[[Thing], None], name: str, room: int = 64) -> None:
-        self._deliver, self._name = deliver, name
+        self._deliver, self._name, self._room = deliver, name, room
         self._queue: Queue[Thing | None] = Queue(room)
         self._thread: Thread | None = None
         self._complaints: deque[str] = deque(maxlen=8)
@@ -34,13 +34,13 @@ class Courier(Generic[Thing]):
     def take(self, thing: Thing) -> None:
         """Never waits, never raises."""
         if self._thread is None:
-            self._thread = Thread(target=self._work, name=self._name, daemon=True)
+            self._thread = Thread(target=self._work, args=(self._queue,), name=self._name, daemon=True)
             self._thread.start()
         try:
             self._queue.put_nowait(thing)
         except Full:
             self.dropped += 1
-            self._complain(f"more than {self._queue.maxsize} updates were waiting: later ones are dropped")
+            self._complain(f"more than {self._room} updates were waiting: later ones are dropped")
 
     def complaint(self) -> str | None:
         """What went wrong since the last time, one after the other; None for nothing."""
@@ -58,11 +58,15 @@ class Courier(Generic[Thing]):
             self._complain(f"the last updates were not delivered within {seconds:g} s")
         if self.dropped:
             self._complain(f"{self.dropped} updates were dropped")
-        if self._complaints:
-            raise Undelivered("; ".join(self._complaints))
+        told = "; ".join(self._complaints)
+        self._complaints.clear()
+        # What is still on its way keeps its own queue: the next run may come at once.
+        self._thread, self._queue, self.dropped = None, Queue(self._room), 0
+        if told:
+            raise Undelivered(told)
 
-    def _work(self) -> None:
-        while (thing := self._queue.get()) is not None:
+    def _work(self, queue: Queue[Thing | None]) -> None:
+        while (thing := queue.get()) is not None:
             try:
                 self._deliver(thing)
             except Undelivered as error:

@@ -21,7 +21,6 @@ from pathlib import Path
 from socketserver import ThreadingTCPServer
 from threading import Event, Thread
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from attnwatch.monitor.outputs.exposition import SERIES, Exposition
 from attnwatch.monitor.outputs.textfile import TextfileOutput, replace_file
@@ -212,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30  # seconds; an idle or stuck client's thread ends
 
     def do_GET(self) -> None:
-        if urlsplit(self.path).path != "/metrics":
+        if not re.fullmatch("(?:http://[^/?#]*)?/metrics", self.path.partition("?")[0]):
             self.send_error(404, explain="The metrics are at /metrics.")
             return
         exposition = self.server.exposition
@@ -234,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
         if is_end:
             self.server.told_end.set()
 
-    do_HEAD = do_GET  # of those who look whether there is anybody
+    do_HEAD = do_GET  # noqa: N815 (the library asks for this name)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are no news."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import ssl
 import time
 from base64 import b64encode
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from math import inf
+from threading import Timer
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -40,8 +43,9 @@ class WebhookOutput:
 
     env: name of the environment variable that holds the address, http or https. style: "alertmanager" (its webhook
     JSON, version 4), "slack" or "discord". min_severity: milder alerts are not posted. timeout: seconds for connecting
-    and for every read. tries: at most so many for one request; a status 408, 429 or 5xx and a failing connection are
-    tried again after `backoff` seconds, twice as long each time. patience: seconds that `close` waits.
+    and for every read; twice as many for the whole answer. tries: at most so many for one request; a status 408, 429 or
+    5xx and a failing connection are tried again after `backoff` seconds, twice as long each time. patience: seconds
+    that `close` waits.
 
     Requests leave from a thread of their own; what cannot be delivered is dropped and named as a problem.
     Raises UsageError.
@@ -64,6 +68,11 @@ class WebhookOutput:
             raise UsageError(f"expected style to be one of {', '.join(STYLES)}, found {style!r}")
         if min_severity not in SEVERITIES:
             raise UsageError(f"expected min_severity to be one of {', '.join(SEVERITIES)}, found {min_severity!r}")
+        if type(tries) is not int or tries < 1:
+            raise UsageError(f"expected tries to be a whole number of at least 1, found {tries!r}")
+        for name, value, least in (("timeout", timeout, 0.001), ("backoff", backoff, 0), ("patience", patience, 0)):
+            if type(value) not in (int, float) or not least <= value < inf:
+                raise UsageError(f"expected {name} to be seconds, at least {least:g}, found {value!r}")
         self._post = _sender(env, timeout)
         self._style, self._min_severity = style, min_severity
         self._tries, self._backoff, self._patience = tries, backoff, patience
@@ -116,8 +125,18 @@ class WebhookOutput:
 
 
 def _sender(env: str, timeout: float) -> Callable[[bytes], Answer]:
-    """Posts to the address in `env`, which only the function itself knows. Raises UsageError."""
-    address = _address(env)
+    """Posts to the address in `env`, which only the function itself knows. Raises UsageError.
+
+    Nothing raises where a local variable holds it: some tools show those of a traceback.
+    """
+    if not os.environ.get(env, "").strip():
+        raise UsageError(f"expected the webhook's address in the environment variable {env}, found nothing; export it")
+    address = _parsed(os.environ[env].strip())
+    if address is None:
+        raise UsageError(
+            f"expected {env} to be an http:// or https:// address, found something else (not shown, it is a secret); "
+            "export it again"
+        )
     target = (address.path or "/") + (f"?{address.query}" if address.query else "")
     headers = {"Content-Type": "application/json", "User-Agent": f"attnwatch/{attnwatch.__version__}"}
     if address.username is not None:
@@ -132,30 +151,41 @@ def _sender(env: str, timeout: float) -> Callable[[bytes], Answer]:
 
     def post(body: bytes) -> Answer:
         with closing(connect()) as connection:
-            connection.request("POST", target, body, headers)
-            response = connection.getresponse()
+            connection.set_debuglevel(0)  # a trainer may have set that of all: it prints what is sent
+            connection.connect()
+            with _limit(connection.sock, 2 * timeout):
+                connection.request("POST", target, body, headers)
+                response = connection.getresponse()
             wait = response.headers.get("Retry-After", "")
             return Answer(response.status, float(wait) if wait.isdecimal() and wait.isascii() else 0.0)
 
     return post
 
 
-def _address(env: str) -> SplitResult:
-    """What the environment variable says; an error never repeats it."""
-    text = os.environ.get(env, "").strip()
-    if not text:
-        raise UsageError(f"expected the webhook's address in the environment variable {env}, found nothing; export it")
-    wrong = UsageError(
-        f"expected {env} to be an http:// or https:// address, found something else (not shown, it is a secret); "
-        "export it again"
-    )
+@contextmanager
+def _limit(sock: socket.socket, seconds: float) -> Iterator[None]:
+    """Ends the connection then: one that sends a byte now and then would never run into its timeout."""
+
+    def end() -> None:
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    timer = Timer(seconds, end)
+    timer.name, timer.daemon = "attnwatch-webhook-limit", True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _parsed(text: str) -> SplitResult | None:
+    """None for what is no http or https address."""
     if not text.isascii() or not text.isprintable() or " " in text:
-        raise wrong
+        return None
     try:
         address = urlsplit(text)
         is_right = address.scheme in ("http", "https") and address.hostname and address.port != 0
-    except ValueError:  # its text holds the address
-        raise wrong from None
-    if not is_right:
-        raise wrong
-    return address
+    except ValueError:
+        return None
+    return address if is_right else None

@@ -7,6 +7,7 @@ Accelerate has no callbacks: the loop is yours, and so is what happens on an ale
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +78,7 @@ class AttnwatchTracker(GeneralTracker):
         """
         if self.tracker is None or self._accelerator.optimizer_step_was_skipped:
             return
-        numbers = {name: x for name, x in values.items() if isinstance(x, int | float | Tensor)}
+        numbers: dict[str, Any] = {name: x for name, x in values.items() if isinstance(x, Real | Tensor)}
         self._attached.step(None, numbers)
 
     def finish(self) -> None:

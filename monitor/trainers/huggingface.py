@@ -150,7 +150,10 @@ class Losses:
     def __call__(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(output, tuple):  # then the Trainer, too, takes the first for the loss; logits have axes
+            loss = output[0] if output and getattr(output[0], "ndim", None) == 0 else None
+        else:
+            loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach().reshape(()))
             # Then each is a sum over its tokens, divided by the number of all tokens of the step.

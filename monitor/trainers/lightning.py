@@ -53,6 +53,9 @@ class AttnwatchCallback(Callback):
 
     # --- Lightning's events -------------------------------------------------------------------------------------------
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._kept = {}  # of a checkpoint that was loaded for a test; what belongs to a fit is loaded after this
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         kept, self._kept = self._kept, {}
         self._attached.attach(pl_module, kept, is_main=trainer.is_global_zero)

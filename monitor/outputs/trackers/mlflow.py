@@ -18,8 +18,11 @@ from attnwatch.monitor.sample import Update, UsageError
 _BATCH = 1000
 """Metrics that one request may hold."""
 
-_FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)
-"""In the name of a metric or a tag."""
+_FORBIDDEN = re.compile(r"[^\w\-. :/]|(?<![^/])\.{0,2}(?![^/])", re.ASCII)
+"""In the name of a metric or a tag; and parts between "/" that are no name of a file."""
+
+_LONGEST, _LONGEST_TEXT = 250, 5000
+"""Characters of a name, and of a tag's value."""
 
 
 class MlflowOutput(Tracker):
@@ -37,7 +40,7 @@ class MlflowOutput(Tracker):
         super().__init__(metrics)
         self._mlflow = need("mlflow", "mlflow")
         self._client = self._mlflow.MlflowClient()
-        self._id, self._patience = run_id or self._active(), patience
+        self._given, self._id, self._patience = run_id, run_id or self._active(), patience
         self._courier = Courier(self._deliver, "attnwatch-mlflow")
 
     def write(self, update: Update) -> str | None:
@@ -46,20 +49,23 @@ class MlflowOutput(Tracker):
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         metric, now = self._mlflow.entities.Metric, int(time.time() * 1000)
-        found = [metric(_FORBIDDEN.sub("_", name), value, now, step) for name, value in values.items()]
+        found = [metric(_name(name), value, now, step) for name, value in values.items()]
         for start in range(0, len(found), _BATCH):
             self._send("log_batch", metrics=found[start : start + _BATCH])
 
     def alert(self, alert: Alert) -> None:
-        self._send("set_tag", key=f"attnwatch.{_FORBIDDEN.sub('_', alert.rule)}", value=text(alert))
+        self._send("set_tag", key=_name(f"attnwatch.{alert.rule}"), value=text(alert)[:_LONGEST_TEXT])
 
     def report(self, page: Path) -> None:
         self._send("log_artifact", local_path=str(page), artifact_path="attnwatch")
 
     def close(self) -> None:
         """Raises Undelivered when something did not get out."""
-        super().close()
-        self._courier.close(self._patience)
+        try:
+            super().close()
+            self._courier.close(self._patience)
+        finally:
+            self._id = self._given
 
     def _active(self) -> str | None:
         run = self._mlflow.active_run()  # of this thread
@@ -76,5 +82,11 @@ class MlflowOutput(Tracker):
             request()
         except Exception as error:
             # The address of a tracking server may hold a password.
-            found = re.sub(r"//[^/@\s]*@", "//", " ".join(str(error).split()))
+            found = re.sub(r"//[^/\s]*@", "//", " ".join(str(error).split()))
             raise Undelivered(f"{type(error).__name__}: {found[:300]}") from None
+
+
+def _name(name: str) -> str:
+    """One that MLflow takes: a single other one would cost the whole request."""
+    name = _FORBIDDEN.sub("_", name)
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2 - 2]}__{name[-_LONGEST // 2 :]}"

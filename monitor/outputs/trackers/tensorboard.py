@@ -20,33 +20,45 @@ class TensorBoardOutput(Tracker):
 
     where: a directory to write event files in; or your own `SummaryWriter`: then they go to `attnwatch/` in its
     directory, a run of its own beside yours, since its `add_scalar` takes too long for a sample's some hundred values.
+    What comes after `close`, of a trainer that fits again, goes beside it, to `where-2` and so on.
     Raises ImportError without tensorboard, OSError for a directory that cannot be written.
     """
 
     def __init__(self, where: Any, metrics: Sequence[str] = METRICS) -> None:
         super().__init__(metrics)
         is_path = isinstance(where, str | os.PathLike)
-        self._writer = EventWriter(os.fspath(where) if is_path else f"{where.get_logdir()}/attnwatch")
+        self._where = os.fspath(where) if is_path else f"{where.get_logdir()}/attnwatch"
+        self._writer: EventWriter | None = EventWriter(self._where)
+        self._times = 1
         self._step = 0
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._step = step
-        self._writer.add_values(values, step)
+        self._events().add_values(values, step)
 
     def alert(self, alert: Alert) -> None:
         # Indented text is Markdown's for "as it is": a hostile name is no link and no image.
-        self._writer.add_text(f"attnwatch/{alert.rule}", f"    {title(alert)}\n    {text(alert)}", step_of(alert))
+        self._events().add_text(f"attnwatch/{alert.rule}", f"    {title(alert)}\n    {text(alert)}", step_of(alert))
 
     def report(self, page: Path) -> None:
         """TensorBoard keeps no files: the verdict as a text, and the report's path."""
         sentence = json.loads(page.with_name("summary.json").read_text(encoding="utf-8"))["verdict"]["sentence"]
-        self._writer.add_text("attnwatch/report", f"    {sentence}\n    {page}", self._step)
+        self._events().add_text("attnwatch/report", f"    {sentence}\n    {page}", self._step)
 
     def close(self) -> None:
+        if self._writer is None:
+            return
         try:
             super().close()
         finally:
             self._writer.close()
+            self._writer = None
+
+    def _events(self) -> EventWriter:
+        if self._writer is None:
+            self._times += 1
+            self._writer = EventWriter(f"{self._where}-{self._times}")
+        return self._writer
 
 
 class EventWriter:

@@ -38,7 +38,8 @@ class Tracker(ABC):
         return None
 
     def close(self) -> None:
-        """Hands the report over, if there is one, and leaves the user's own tracker run open."""
+        """Hands the report over, if there is one, and leaves the user's own tracker run open. A trainer may fit again,
+        and write on then: to what is open by then, unless a run was given."""
         page = self._directory and self._directory / "report.html"
         if page and page.exists():
             self.report(page)

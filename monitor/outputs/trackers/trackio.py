@@ -25,7 +25,7 @@ class TrackioOutput(Tracker):
     def __init__(self, run: Any = None, metrics: Sequence[str] = METRICS) -> None:
         super().__init__(metrics)
         self._trackio = need("trackio", "trackio")
-        self._run = run or self._trackio.context_vars.current_run.get()
+        self._given, self._run = run, run or self._trackio.context_vars.current_run.get()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._current().log(dict(values), step=step)
@@ -36,6 +36,12 @@ class TrackioOutput(Tracker):
 
     def report(self, page: Path) -> None:
         self._current().log_artifact(page, name="attnwatch-report", type="report")
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._run = self._given
 
     def _current(self) -> Any:
         self._run = self._run or self._trackio.context_vars.current_run.get()

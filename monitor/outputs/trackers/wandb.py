@@ -33,7 +33,7 @@ class WandbOutput(Tracker):
     def __init__(self, run: Any = None, metrics: Sequence[str] = METRICS, *, commit: bool = False) -> None:
         super().__init__(metrics)
         self._wandb, self._commit = need("wandb", "wandb"), commit
-        self._run = run or self._wandb.run
+        self._given, self._run = run, run or self._wandb.run
         self._is_told = False  # of our x-axis
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -47,6 +47,12 @@ class WandbOutput(Tracker):
         artifact = self._wandb.Artifact(f"attnwatch-{run.id}", type="report")
         artifact.add_file(str(page))
         run.log_artifact(artifact)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._run, self._is_told = self._given, False
 
     def _current(self) -> Any:
         self._run = self._run or self._wandb.run
