@@ -23,6 +23,7 @@ _PARTS = ("text", "vision", "audio", "encoder", "decoder")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
 _HEAD_DIM = ("head_dim", "d_kv")
+_QK_NORM = ("use_qk_norm", "qk_norm", "qk_layernorm", "qk_layernorms", "use_qk_layernorm")
 
 
 class Unsettled(ValueError):  # noqa: N818 (the message is an answer, no failure)
@@ -32,7 +33,8 @@ class Unsettled(ValueError):  # noqa: N818 (the message is an answer, no failure
 @dataclass(frozen=True)
 class Facts:
     """What is known of a layer before its shapes are looked at; None where nothing is. heads_from, layout_from: who
-    says so. layout: the user's. latent: features of a head without position, with it, and of its value."""
+    says so. layout: the user's. latent: features of a head without position, with it, and of its value. normed: the key
+    of the config that asks for a QK-norm, "" for none."""
 
     model_type: str
     heads: int | None
@@ -42,6 +44,7 @@ class Facts:
     heads_from: str
     scale: float | None
     latent: tuple[int, int, int] | None = None
+    normed: str = ""
 
     @property
     def layout_from(self) -> str:
@@ -90,7 +93,10 @@ class Facts:
 
     def _known_heads(self) -> int:
         if self.heads is None:
-            raise Unsettled("how many heads is not known (no config.json, or it does not say); give --heads, and --kv-heads if fewer")
+            raise Unsettled(
+                "how many heads is not known (no config.json, or it does not say); give --heads, and --kv-heads where "
+                "they are fewer"
+            )
         return self.heads
 
 
@@ -115,6 +121,7 @@ def facts_of(
         "--heads" if heads else "config.json",
         float(scale) ** -0.5 if isinstance(scale, int | float) and scale > 0 else None,
         (sizes[0], sizes[1], sizes[2]) if sizes[0] and sizes[1] and sizes[2] else None,
+        next((key for key in _QK_NORM if section.get(key) is True), ""),
     )
 
 

@@ -270,6 +270,10 @@ class _Placer:
 
     def _gains(self, heads: int, kv_heads: int, d: int) -> tuple[tuple[Gain, Gain] | None, str]:
         if not self._group.roles.keys() & {"q_norm", "k_norm"}:
+            if self._facts.normed:
+                raise Unsettled(
+                    f"expected the gains of a QK-norm ({self._facts.normed} in config.json), found none; watch it live"
+                )
             return None, ""
         sides = []
         for role, n in (("q_norm", heads), ("k_norm", kv_heads)):

@@ -35,8 +35,9 @@ class Run:
     metrics, layers (names) and heads (the widest layer's): the axes of `metric`. steps, times (unix seconds), seconds
     (cost of the sample): `[S]`, in order of step; where a step was recorded twice the later record counts.
     alerts: the newest state of each, oldest first. coverage: the newest of each layer; coverages: all of it, each with
-    the step from which it held. unmeasured: steps at which a sample was to be taken and gave nothing. resumed: the
-    state of the rule engine with which the run began, None for a fresh one. problems: those the run recorded, then what
+    the step from which it held. unmeasured: steps at which a sample was to be taken and gave nothing. intervals:
+    (step, steps from sample to sample from then on, share of the time that they cost), as a budget changed it. resumed:
+    the state of the rule engine with which the run began, None for a fresh one. problems: those it recorded, then what
     could not be read (`where` is the file, `step` the last one read before it).
     """
 
@@ -47,6 +48,7 @@ class Run:
     coverage: tuple[Coverage, ...]
     coverages: tuple[tuple[int, tuple[Coverage, ...]], ...]
     unmeasured: tuple[int, ...]
+    intervals: tuple[tuple[int, int, float], ...]
     resumed: dict[str, Any] | None
     ended: bool
 
@@ -256,6 +258,7 @@ class Run:
         coverage: dict[str, Coverage] = {}
         coverages: list[tuple[int, tuple[Coverage, ...]]] = []
         unmeasured: list[int] = []
+        intervals: list[tuple[int, int, float]] = []
         self.ended, self.resumed = False, None
         step = 0
         for number, line in self._lines(EVENTS):
@@ -271,6 +274,8 @@ class Run:
                         coverage.update((layer.name, layer) for layer in layers)
                     case "unmeasured":
                         unmeasured.append(step)
+                    case "interval":
+                        intervals.append((step, int(line["interval"]), float(line["share"])))
                     case "resumed":
                         self.resumed = dict(line["state"])
                     case "problem":
@@ -280,7 +285,7 @@ class Run:
             except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
                 self._cannot_read(EVENTS, f"line {number} is no event that this version knows, left out", step)
         self.alerts, self.coverage = tuple(alerts.values()), tuple(coverage.values())
-        self.coverages, self.unmeasured = tuple(coverages), tuple(unmeasured)
+        self.coverages, self.unmeasured, self.intervals = tuple(coverages), tuple(unmeasured), tuple(intervals)
 
     def _lines(self, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
         """Number and content of each whole line; {} for what is no JSON object."""

@@ -70,7 +70,9 @@ def _take_over(path: Path, rows: int) -> Iterator[tuple[str, NDArray[np.float32]
 
     Raises UsageError for a run of another kind. A torn last line is cut off."""
     if not (path / JOURNAL).is_file():
-        return  # new or empty, or refused by the writer
+        if path.is_dir() and any(path.iterdir()):
+            raise UsageError(f"expected a new directory or an earlier scan at {str(path)!r}, found other files in it")
+        return
     if (path / HEADER).exists():
         try:
             source = json.loads((path / HEADER).read_bytes()).get("source")

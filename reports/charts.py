@@ -13,6 +13,8 @@ import numpy as np
 from markupsafe import Markup, escape
 from numpy.typing import ArrayLike, NDArray
 
+from attnwatch.monitor.outputs.log import one_line
+
 Floats = NDArray[np.float64]
 
 MINUS = "\N{MINUS SIGN}"
@@ -31,12 +33,17 @@ def element(name: str, *children: object, **attributes: object) -> Markup:
         if value is not None
     )
     return Markup("<{0}{1}>{2}</{0}>").format(
-        Markup(name), written, Markup("").join(escape(child) for child in children)
+        Markup(name), written, Markup("").join(escape(_legible(child)) for child in children)
     )
 
 
 def _attribute(value: object) -> object:
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else value
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else _legible(value)
+
+
+def _legible(value: object) -> object:
+    """Text without characters that are not seen or turn what follows around."""
+    return one_line(value) if type(value) is str else value
 
 
 @dataclass(frozen=True)

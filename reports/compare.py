@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from attnwatch.monitor.leads import warnings
 from attnwatch.reports import facts
-from attnwatch.reports.summary import fired, last_step, lead, main_alert, onset, verdict, where
+from attnwatch.reports.summary import last_step, lead, main_alert, onset, verdict, where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +81,7 @@ def _outcome(run: Run, name: str) -> Outcome:
         "" if alert is None else where(alert),
         onset(run),
         lead(run),
-        len(fired(run, "critical", "warning")),
+        len(warnings(run.alerts)),
         _last_loss(run),
         last_step(run),
     )

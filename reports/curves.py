@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from attnwatch.monitor.run import Run
 
 SMOOTH = 20
-"""Steps of the running mean that is drawn over the loss: the one that `loss_divergence` compares."""
+"""Steps of the running mean that is drawn over the loss: the one that `loss_divergence` compares. Of a run shorter than
+`SHORT` times that, fewer: the mean of the past would lie visibly behind the loss."""
+SHORT = 40
 POINTS = 1500
 """Most points of a curve: enough to stay sharp when a tenth of it fills the picture."""
 ALL_POINTS, FEWEST = 20_000, 150
@@ -49,9 +51,10 @@ def running_mean(values: Floats, width: int = SMOOTH) -> Floats:
 
 
 def smooth(values: Floats, points: int) -> Floats:
-    """The running mean of what is finite, as wide as `loss_divergence` has it; wider in a long run."""
+    """The running mean of what is finite, as wide as `loss_divergence` has it; wider in a long run, less in a short."""
     bounded = np.clip(np.where(np.isfinite(values), values, np.nan), -charts.LARGEST, charts.LARGEST) / len(values)
-    return running_mean(bounded, max(SMOOTH, 2 * len(values) // points)) * len(values)
+    width = max(1, min(SMOOTH, len(values) // SHORT), 2 * len(values) // points)
+    return running_mean(bounded, width) * len(values)
 
 
 def curve(x: Scale, y: Scale, steps: NDArray[np.int64], values: Floats, points: int) -> list[Markup]:

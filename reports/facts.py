@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from attnwatch.monitor.outputs.log import one_line
 from attnwatch.reports.charts import copyable
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def text(value: object, longest: int = LONGEST) -> str:
     """A value on one line."""
     if isinstance(value, float):
         return copyable(value) or "NaN"
-    line = " ".join(str(value).split())
+    line = one_line(" ".join(str(value).split()))
     return line if len(line) <= longest else f"{line[: longest - 1]}…"
 
 

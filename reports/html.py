@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +16,25 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from attnwatch.monitor.outputs.log import one_line
 from attnwatch.monitor.sample import Coverage, UsageError
 from attnwatch.reports import charts, compare, curves, facts, heat, overlay
 from attnwatch.reports.charts import copyable, number
 from attnwatch.reports.crossings import crossings
 from attnwatch.reports.every import Maps, detail_of, every_metric
 from attnwatch.reports.order import ONE_RUN, order
-from attnwatch.reports.spectra import spectra
-from attnwatch.reports.summary import fired, last_step, lead, main_alert, onset, summarize, write_summary
+from attnwatch.reports.spectra import LEGEND, LOOKS, spectra
+from attnwatch.reports.summary import (
+    advising,
+    check_summary,
+    last_step,
+    lead,
+    main_alert,
+    onset,
+    summarize,
+    write_summary,
+    write_whole,
+)
 from attnwatch.reports.timeline import Axes, axes, series, timeline
 from attnwatch.reports.worst import worst_heads
 
@@ -31,6 +44,8 @@ if TYPE_CHECKING:
 TABLE_LINES = 200
 """Rows of a table of alerts or problems; the page says how many more there are."""
 POINTS_IN_TABLE = 16
+_ERROR = re.compile(r"\d(?:\.\d+)?e[-+]\d+")
+"""How exactly a layer was proved, in its note."""
 MOST_DRAWN = 6
 """Runs whose metrics and heads are drawn; of more runs the page compares what became of them and says so."""
 
@@ -44,23 +59,16 @@ def write_report(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
         raise UsageError(
             f"expected a page (.html) or a new file, found {str(target)!r}, which is none; give another file"
         )
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    page = render(runs)
-    try:
-        scratch.write_text(page, encoding="utf-8")
-        os.replace(scratch, target)
-    except OSError as error:
-        scratch.unlink(missing_ok=True) if scratch.parent.is_dir() else None
-        raise UsageError(
-            f"expected a place to write the report, found {str(target)!r} ({error.strerror}); give another file"
-        ) from error
+    write_whole(target, render(runs))
     return target
 
 
 def write_page_and_summary(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
     """The page and, beside it, summary.json; the page's path. Raises UsageError where they cannot be written."""
+    beside = Path(path).with_name("summary.json")
+    check_summary(beside)
     page = write_report(runs, path)
-    write_summary(runs, page.with_name("summary.json"))
+    write_summary(runs, beside)
     return page
 
 
@@ -92,6 +100,8 @@ def render(runs: Sequence[Run]) -> str:
             layers_left_out=any(len(run.layers) > detail.layers for run in drawn),
             not_drawn=len(runs) - len(drawn),
             legend=heat.legend(),
+            moments=LEGEND,
+            looks=LOOKS,
             ramps=list(heat.RAMPS),
             table=heat.table,
             table_lines=TABLE_LINES,
@@ -107,9 +117,11 @@ def _environment() -> Environment:
         loader=PackageLoader("attnwatch.reports", "."),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=lambda value: one_line(value) if type(value) is str else value,  # not what is markup already
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["short"] = facts.text
     environment.filters |= {"number": _number, "copyable": copyable, "sha256": _sha256, "stepped": _stepped}
     return environment
 
@@ -123,6 +135,7 @@ def _facts(run: Run, name: str, shared: Axes, maps: Maps | None) -> dict[str, An
         "run": run,
         "summary": summarize(run),
         "alert": main_alert(run),
+        "advising": advising(run),
         "digits": digits,
         "caption": caption,
         "onset": onset(run),
@@ -160,25 +173,39 @@ def headline(run: Run) -> tuple[str, str]:
     if summarize(run)["verdict"]["state"] == "unknown":
         known = facts.from_checkpoints(run) and len(run.steps)
         return "?", "weights alone cannot tell" if known else "nothing was measured that could be judged"
-    samples = f"{len(run.steps):,} {'sample' if len(run.steps) == 1 else 'samples'}"
-    return number(len(fired(run, "critical", "warning"))), f"alarms in {samples} of {len(run.layers)} layers"
+    return "0", f"alarms in {_counted(len(run.steps), 'sample')} of {_counted(len(run.layers), 'layer')}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def grouped_coverage(layers: Sequence[Coverage]) -> list[tuple[str, Coverage]]:
-    """Neighbours that are verified and alike share a row; any other layer has its own."""
+    """Neighbours that are verified and alike share a row, with the note of the least exact one; any other layer has
+    its own."""
     rows: list[tuple[list[str], Coverage]] = []
     for layer in layers:
-        facts = (layer.state, layer.heads, layer.kv_heads, layer.head_dim, layer.qk_norm, layer.note, layer.dtype)
-        if rows and layer.state == "verified":
-            last = rows[-1][1]
-            if facts == (last.state, last.heads, last.kv_heads, last.head_dim, last.qk_norm, last.note, last.dtype):
-                rows[-1][0].append(layer.name)
-                continue
-        rows.append(([layer.name], layer))
+        if rows and layer.state == "verified" and _alike(layer) == _alike(rows[-1][1]):
+            names, last = rows[-1]
+            rows[-1] = ([*names, layer.name], max(last, layer, key=lambda each: _error(each.note)))
+        else:
+            rows.append(([layer.name], layer))
     return [
-        (names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} layers)", layer)
+        (
+            facts.text(names[0]) + ("" if len(names) == 1 else f" to {facts.text(names[-1])} ({len(names)} layers)"),
+            layer,
+        )
         for names, layer in rows
     ]
+
+
+def _alike(layer: Coverage) -> Coverage:
+    """What neighbours must share: all but their names and how exactly each was proved."""
+    return replace(layer, name="", note=_ERROR.sub("", layer.note))
+
+
+def _error(note: str) -> float:
+    return max(map(float, _ERROR.findall(note)), default=0.0)
 
 
 def _span(runs: Sequence[Run]) -> tuple[float, float]:
@@ -191,7 +218,8 @@ def _span(runs: Sequence[Run]) -> tuple[float, float]:
 def _cost(run: Run) -> dict[str, float]:
     """Seconds: all samples together, the median one, and their share of the run's wall time (NaN if unknown)."""
     total = float(np.nansum(run.seconds))
-    wall = float(run.times[-1] - run.times[0]) if len(run.times) > 1 else 0.0
+    timed = len(run.times) > 1 and not facts.from_checkpoints(run)  # those have the times of their files
+    wall = float(run.times[-1] - run.times[0]) if timed else 0.0
     middle = float(np.median(run.seconds)) if len(run.seconds) else float("nan")
     return {"total": total, "median": middle, "share": total / wall if wall > 0 else float("nan")}
 

@@ -18,6 +18,7 @@ from attnwatch.monitor.outputs.log import coverage_line, one_line
 from attnwatch.monitor.run import Run
 from attnwatch.monitor.sample import Coverage
 from attnwatch.reports import grid
+from attnwatch.reports.facts import from_checkpoints
 from attnwatch.reports.glyphs import duration, short, sparkline
 from attnwatch.reports.grid import Grid
 from attnwatch.reports.keys import FOOTER, HELP, View
@@ -137,14 +138,17 @@ def _age(look: Look, silent: bool) -> str:
 def _cost(run: Run) -> str:
     total = f"Sampling has taken {duration(float(np.nansum(run.seconds)))}"
     lasted = float(run.times[-1] - run.times[0])
-    if lasted <= 0:
+    if lasted <= 0 or from_checkpoints(run):  # those have the times of their files
         return f"{total}."
     return f"{total}, {np.nansum(run.seconds[1:]) / lasted:.1%} of the time since the first sample."
 
 
 def _loss(run: Run, width: int, ascii_only: bool) -> Text:
     if not run.scalar_names:
-        return Text("No loss: pass it as monitor.step(loss=loss).", style="dim")
+        said = (
+            "Saved weights know no loss." if from_checkpoints(run) else "No loss: pass it as monitor.step(loss=loss)."
+        )
+        return Text(said, style="dim")
     name = "loss" if "loss" in run.scalar_names else run.scalar_names[0]
     steps, values = run.scalar(name)
     finite = values[np.isfinite(values)]
@@ -192,7 +196,12 @@ def _head(look: Look, view: View, width: int, height: int | None) -> list[Text]:
     columns = max(width // max(map(len, told)), 1)
     rows = -(-len(told) // columns)
     lines += [Text("".join(told[row::rows])) for row in range(rows)]
-    return lines if height is None else lines[:height]
+    if height is None or len(lines) <= height:
+        return lines
+    return [
+        *lines[: height - 1],
+        Text(f"  {len(lines) - height + 1} more lines: a higher window shows them", style="dim"),
+    ]
 
 
 def within(view: View, shown: Axes) -> View:

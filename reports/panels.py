@@ -27,6 +27,9 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 340, 156, 38, 8, 10, 22
 DEPTHS = 8
 """Colours of depth in the style sheet: d0 the first layers, d7 the last."""
 TABLE_ROWS = 12
+FLATTENING, DECADES = 1e3, 1e6
+"""Largest value from which a linear axis would press all the others flat, so that values of zero and below (of signed
+logits) may lie on the edge of a logarithmic one; and how far that reaches down."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,10 @@ def value_scale(name: str, parts: Sequence[Reduced], lines: Sequence[Threshold])
     medians = np.concatenate([part.lines.ravel() for part in parts])
     highest = np.concatenate([part.high for part in parts])
     lowest = np.concatenate([part.low for part in parts])
-    limits = charts.log_limits(medians, highest[highest > 0], spread=50)
+    positive = charts.finite(medians, highest[highest > 0])
+    if positive.size and positive.max() >= FLATTENING:
+        positive = positive[positive > positive.max() / DECADES]
+    limits = charts.log_limits(positive, spread=50)
     if limits is not None:
         return Scale(*limits, start, end, log=True)
     low, high = charts.limits(lowest, highest)

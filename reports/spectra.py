@@ -30,6 +30,7 @@ WORST = 2
 """Heads that have a picture of their own, beside the median of all."""
 LOOKS = {"start": None, "alert": "6 3", "divergence": "2 2", "end": "9 3 2 3"}
 """How the curve of each moment is dashed."""
+LEGEND = {"start": "start", "alert": "main alert", "divergence": "loss diverges", "end": "end"}
 
 
 @dataclass(frozen=True)
@@ -107,11 +108,10 @@ def _spectrum(title: str, at: list[tuple[str, int]], values: NDArray[np.float64]
 def _curve(what: str, step: int, x: Scale, y: Scale, values: NDArray[np.float64]) -> Markup:
     """Through the points that are known, with a mark on each."""
     top1, top10, ninety, _ = (float(value) for value in values)
-    points = sorted(
-        (at, level)
-        for at, level in ((1.0, top1), (10.0, top10), (ninety, 0.9))
-        if np.isfinite([at, level]).all() and at <= x.high
-    )
+    known = [(1.0, top1), (10.0, top10)]
+    if ninety not in (1.0, 10.0):  # there the energy itself is known, which may be more
+        known.append((ninety, 0.9))
+    points = sorted(point for point in known if np.isfinite(point).all() and point[0] <= x.high)
     if not points:
         return Markup("")
     places = [(x.at(at), y.at(level)) for at, level in points]

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnwatch.monitor import leads as measured
-from attnwatch.monitor.leads import DIVERGENCE, SEEN_APART
-from attnwatch.reports.facts import from_checkpoints
+from attnwatch.monitor.leads import DIVERGENCE, GRAVE, SEEN_APART
+from attnwatch.monitor.run import HEADER
+from attnwatch.monitor.sample import UsageError
+from attnwatch.reports.facts import from_checkpoints, text
 
 if TYPE_CHECKING:
     from attnwatch.monitor.alerts import Alert
@@ -48,10 +50,39 @@ def summarize(run: Run) -> dict[str, Any]:
 
 
 def write_summary(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
-    """Of one run its summary, of several a list, as JSON."""
+    """Of one run its summary, of several a list, as JSON. Raises UsageError where it cannot be written."""
     summaries = [summarize(run) for run in runs]
-    text = json.dumps(summaries[0] if len(runs) == 1 else summaries, indent=1, allow_nan=False)
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    content = json.dumps(summaries[0] if len(runs) == 1 else summaries, indent=1, allow_nan=False)
+    write_whole(Path(path), content + "\n")
+
+
+def check_summary(path: Path) -> None:
+    """Raises UsageError where a summary.json of another program is: that is never overwritten. In a run directory the
+    name is ours, and what is torn there is made anew."""
+    if path.with_name(HEADER).exists():
+        return
+    try:
+        found = json.loads(path.read_bytes()) if path.is_file() else {"verdict": None}
+    except ValueError:
+        found = None
+    each = found[0] if isinstance(found, list) and found else found
+    if not (isinstance(each, dict) and "verdict" in each):
+        raise UsageError(
+            f"expected no other summary.json beside the page, found {str(path)!r}; write the page elsewhere"
+        )
+
+
+def write_whole(target: Path, content: str) -> None:
+    """A reader sees the old file or the new one whole. Raises UsageError where it cannot be written."""
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        scratch.write_text(content, encoding="utf-8")
+        os.replace(scratch, target)
+    except OSError as error:
+        scratch.unlink(missing_ok=True) if scratch.parent.is_dir() else None
+        raise UsageError(
+            f"expected a place to write the report, found {str(target)!r} ({error.strerror}); give another file"
+        ) from error
 
 
 def fired(run: Run, *severities: str) -> list[Alert]:
@@ -66,6 +97,15 @@ def main_alert(run: Run) -> Alert | None:
         if about_attention:
             return about_attention[0]
     return next((alert for alert in fired(run) if alert.rule == DIVERGENCE), None)
+
+
+def advising(run: Run) -> Alert | None:
+    """The alert whose advice counts: the main one, but that of the loss where the loss broke first. A checkpoint from
+    before the main alert would then be one from after the divergence."""
+    alert, start = main_alert(run), onset(run)
+    if alert is None or start is None or alert.pending_step <= start:
+        return alert
+    return next(each for each in fired(run) if each.rule == DIVERGENCE)
 
 
 def onset(run: Run) -> int | None:
@@ -107,11 +147,10 @@ def counts(run: Run) -> dict[str, int]:
 
 def blindness(run: Run) -> str | None:
     """Why nothing can be said of the attention; None when some of it was measured."""
-    seen = counts(run)
+    if run.coverage and counts(run)["uncovered"] == len(run.coverage):
+        return f"none of its {len(run.coverage)} attention layers could be measured"
     if not len(run.steps):
         return "no sample was recorded"
-    if run.coverage and seen["uncovered"] == len(run.coverage):
-        return f"none of its {len(run.coverage)} attention layers could be measured"
     if not any(np.isfinite(sample.values).any() for sample in run.iter_samples()):
         return "its samples hold no number"
     return None
@@ -120,24 +159,34 @@ def blindness(run: Run) -> str | None:
 def verdict(run: Run) -> tuple[str, str]:
     """State ("diverged", "collapsed", "critical", "warning", "unknown" or "healthy") and one sentence."""
     start, blind = onset(run), blindness(run)
-    alerts = [alert for alert in fired(run, "critical", "warning") if alert.rule not in SEEN_APART]
+    alerts = measured.warnings(run.alerts)
     critical = [alert for alert in alerts if alert.severity == "critical"]
     collapse = next((alert for alert in critical if alert.rule in COLLAPSE), None)
     if start is not None:
         return "diverged", f"The loss diverged from step {start:,}{_foresight(run, start, blind)}."
     if collapse is not None:
-        return "collapsed", f"Attention collapsed at step {_told(collapse)}{_since(collapse)}{_limits(run)}."
+        return "collapsed", f"Attention collapsed at step {_told(collapse)}{_since(run, collapse)}{_limits(run)}."
     if critical:
         return "critical", f"{critical[0].rule} fired at step {_told(critical[0])}{_limits(run)}."
     if blind is not None:
         return "unknown", f"Could not tell whether attention is healthy: {blind}."
     if alerts:
-        return "warning", f"{alerts[0].rule} warned at step {_told(alerts[0])}{_since(alerts[0])}{_limits(run)}."
+        return "warning", f"{alerts[0].rule} warned at step {_told(alerts[0])}{_since(run, alerts[0])}{_limits(run)}."
     if from_checkpoints(run):
         return "unknown", (
             "Could not tell from weights alone whether attention is healthy: nothing in them is alarming, but how "
-            f"sharp attention is depends on what goes through them{_limits(run)}."
+            f"sharp attention is depends on what goes through them{''.join(f'; {part}' for part in _unseen(run))}."
         )
+    asked = _longest_hold(run)
+    if len(run.steps) < asked:
+        return "unknown", (
+            f"Could not tell whether attention is healthy: an alarm needs {asked} samples in a row, and "
+            f"{len(run.steps)} {'was' if len(run.steps) == 1 else 'were'} recorded."
+        )
+    coming = next((a for a in run.alerts if a.state == "pending" and a.severity in GRAVE), None)
+    if coming is not None:
+        since = f"though {coming.rule} has been met since step {coming.pending_step:,}, not long enough to fire"
+        return "healthy", f"Healthy{_limits(run)}, {since}."
     return "healthy", f"Healthy{_limits(run) or ': attention stayed clear of every alarm'}."
 
 
@@ -145,7 +194,7 @@ def where(alert: Alert) -> str:
     """Which heads an alert is about, shortly: how many, and the worst; empty when it is about none."""
     if not alert.heads:
         return ""
-    layer, head = alert.heads[0]
+    layer, head = text(alert.heads[0][0], 100), alert.heads[0][1]
     worst = f"worst in {layer} head {head}"
     of_all = alert.place == "model" and isfinite(alert.share)
     return f"{alert.share * 100:.0f}% of the heads, {worst}" if of_all else worst
@@ -169,21 +218,35 @@ def _foresight(run: Run, start: int, blind: str | None) -> str:
     return "; no alert of attention collapse stood at that step"
 
 
-def _since(alert: Alert) -> str:
+def _since(run: Run, alert: Alert) -> str:
     if alert.resolved_step is not None:
         return f" and recovered by step {alert.resolved_step:,}"
-    return "; the loss has not diverged" if alert.rule in COLLAPSE else ""
+    return "; the loss has not diverged" if alert.rule in COLLAPSE and "loss" in run.scalar_names else ""
+
+
+def _longest_hold(run: Run) -> int:
+    """Samples in a row that the most patient critical rule about attention waits for."""
+    rules = [rule for rule in run.rules if rule.get("severity") == "critical" and rule.get("name") not in SEEN_APART]
+    return max((rule["hold"] for rule in rules if isinstance(rule.get("hold"), int)), default=1)
 
 
 def _limits(run: Run) -> str:
-    """What weakens a verdict: layers that were not seen, and a run that has not ended."""
+    """What weakens a verdict: what was not seen, and a run that has not ended."""
+    parts = _unseen(run)
+    so_far = "" if run.ended else " so far"
+    return f"{so_far}, as far as seen: {' and '.join(parts)}" if parts else so_far
+
+
+def _unseen(run: Run) -> list[str]:
+    """Layers that were not seen, and a loss that was not passed."""
     seen, parts = counts(run), []
     if seen["uncovered"]:
         parts.append(f"{seen['uncovered']} of {len(run.coverage)} layers were not covered")
     if seen["logits_only"]:
         parts.append(f"{seen['logits_only']} of {len(run.coverage)} layers gave no spectrum")
-    so_far = "" if run.ended else " so far"
-    return f"{so_far}, as far as seen: {' and '.join(parts)}" if parts else so_far
+    if "loss" not in run.scalar_names and not from_checkpoints(run):
+        parts.append("no loss was passed")
+    return parts
 
 
 def plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ from attnwatch.monitor.sample import SCALARS
 from attnwatch.reports import charts, lanes
 from attnwatch.reports.charts import Scale, element, fine, label, number, rule
 from attnwatch.reports.curves import curve, pointed, points_of, scalar_scale
-from attnwatch.reports.facts import from_checkpoints
+from attnwatch.reports.facts import from_checkpoints, text
 from attnwatch.reports.lanes import LANE, alert_lanes
 from attnwatch.reports.summary import lead, lead_alert, onset
 
@@ -115,7 +115,7 @@ def ground(shared: Axes, end: float) -> Markup:
 def series(run: Run, points: int) -> str:
     """JSON for the script: of each scalar the steps and values that a reader may point at."""
     names = sorted(run.scalar_names, key=lambda name: name not in SCALARS)[:MOST_SERIES]
-    return json.dumps({name: pointed(*run.scalar(name), points) for name in names}, separators=(",", ":"))
+    return json.dumps({text(name): pointed(*run.scalar(name), points) for name in names}, separators=(",", ":"))
 
 
 def _scalar(run: Run, shared: Axes, y: Scale, name: str) -> Markup:

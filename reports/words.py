@@ -21,7 +21,10 @@ GROUPS = (
     Group(
         "How sharp attention is",
         "What a head's softmax makes of its logits.",
-        ("logit_max", "logit_spread", "entropy", "saturated_rows", "softmax_gradient"),
+        (
+            "logit_max", "logit_spread", "entropy", "saturated_rows", "softmax_gradient", "tied_rows",
+            "forecast_sharpness",
+        ),
     ),
     Group(
         "Spectrum of the query-key weights",
@@ -29,8 +32,13 @@ GROUPS = (
         "concentrates in healthy runs too, because it does not see the norm: read it together with the entropy.",
         (
             "qk_rank", "qk_directions_90", "qk_energy_top1", "qk_energy_top10", "qk_sigma_max",
-            "wq_sigma_max", "wk_sigma_max", "layer_energy_top10", "layer_directions_90",
+            "wq_sigma_max", "wk_sigma_max", "qk_sigma_bound", "layer_energy_top10", "layer_directions_90",
         ),
+    ),
+    Group(
+        "What one step does to the weights",
+        "How far an optimizer step moves W_qᵀ W_k, and in how many directions.",
+        ("update_ratio", "update_rank"),
     ),
     Group(
         "Where attention rests",
@@ -41,7 +49,10 @@ GROUPS = (
     Group(
         "Norms, bounds and faults",
         "What the logits are made of, and what they may not pass.",
-        ("query_norm_max", "key_norm_max", "logit_bound", "bound_use", "nonfinite"),
+        (
+            "query_norm_max", "key_norm_max", "outlier_share", "qk_clip_factor", "logit_bound", "bound_use",
+            "nonfinite", "weights_nonfinite", "wq_norm", "wk_norm", "q_gain_max", "k_gain_max",
+        ),
     ),
 )  # fmt: skip
 
@@ -77,7 +88,7 @@ READING = {
 UNIT_INTERVAL = frozenset(
     {
         "entropy_ratio", "saturated_rows", "softmax_gradient", "qk_energy_top1", "qk_energy_top10",
-        "layer_energy_top10", "first_key_mass", "sink_mass",
+        "layer_energy_top10", "first_key_mass", "sink_mass", "tied_rows", "outlier_share", "forecast_sharpness",
     }
 )  # fmt: skip
 """Metrics that live in [0, 1]: their axis is always the whole of it."""

@@ -105,14 +105,17 @@ def _pictures(
     """Of each head the value when the alert fired and the history, all on one scale."""
     compared = [line.value for _, line in comparisons(name, facts.rules(run)) if line.rule == alert.rule]
     line = compared[0] if compared else None
-    low, high = charts.limits(*histories, [] if line is None else [line])
-    y = Scale(0.0, 1.0, 28, 2) if name in UNIT_INTERVAL else Scale(low, high, 28, 2)
+    shown = [*histories, np.array([] if line is None else [line])]
+    decades = charts.log_limits(*shown, spread=50)
+    y = Scale(*(decades or charts.limits(*shown)), 28, 2, log=decades is not None)
+    if name in UNIT_INTERVAL:
+        y = Scale(0.0, 1.0, 28, 2)
     moment = alert.fired_step or 0
     row = _before(run, moment)
     return [
         (
             number(float(history[row])),
-            sparkline(f"{name} of {layer}, head {head}", run.steps, history, y, line, float(moment)),
+            sparkline(f"{name} of {facts.text(layer)}, head {head}", run.steps, history, y, line, float(moment)),
         )
         for (layer, head), history in zip(named, histories, strict=True)
     ]

@@ -131,3 +131,4 @@ def test_a_watched_run_keeps_its_budget_and_says_so(tmp_path: Path, caplog: pyte
     assert f"sampling every {change['interval']} steps now, at 0.1% of the time" in caplog.text
     assert [problem.where for problem in run.problems] == (["budget"] if change["interval"] > 100 else [])
     assert run.header["options"]["budget"] == 0.001
+    assert run.intervals == ((1, change["interval"], change["share"]),)

@@ -16,7 +16,7 @@ def add(commands: Any) -> None:
         "export",
         help="a run as CSV, JSON lines or Parquet",
         description="Writes tidy rows: step, layer, head and the metrics; what was not measured is empty (null). CSV "
-        "and JSON go to the screen without -o. Also of a run that still goes on.",
+        "and JSON go to the screen without -o, and with `-o -`. Also of a run that still goes on.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
     kind = parser.add_mutually_exclusive_group(required=True)
@@ -34,6 +34,8 @@ def run(options: argparse.Namespace) -> int:
     from attnwatch.monitor.export import table, write_csv, write_json
     from attnwatch.monitor.run import open_run
 
+    if options.output == Path("-"):
+        options.output = None
     if options.kind == "parquet" and options.output is None:
         raise UsageError("expected a file for Parquet, found none; give -o FILE")
     if options.output is not None and options.output.exists():

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from attnwatch.reports.keys import View
     from attnwatch.reports.terminal import Terminal
 
-_DEFAULT_METRIC = "entropy_ratio"
+_DEFAULT_METRIC, _OF_WEIGHTS = "entropy_ratio", "qk_rank_ratio"
+"""Of a run, and of a scan, which knows no entropy."""
 _PIPE_WIDTH = 400
 """Columns of a plain frame that no terminal limits: 128 heads with room for their layers' names, and long summaries."""
 
@@ -107,11 +108,13 @@ def _follow(screen: Terminal, path: Path, metric: str | None, every: float) -> N
 
 def _first(run: Run, metric: str | None) -> View:
     """The view to begin with. Raises UsageError with the metrics that exist."""
+    from attnwatch.reports.facts import from_checkpoints
     from attnwatch.reports.keys import View
 
     names = [each.name for each in run.metrics]
     if metric is None:
-        return View(metric=names.index(_DEFAULT_METRIC) if _DEFAULT_METRIC in names else 0)
+        usual = _OF_WEIGHTS if from_checkpoints(run) else _DEFAULT_METRIC
+        return View(metric=names.index(usual) if usual in names else 0)
     if metric not in names:
         raise UsageError(f"expected a metric of this run, found {metric!r}; there are: {', '.join(names) or 'none'}")
     return View(metric=names.index(metric))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnwatch.monitor.alerts import SEVERITIES
 from attnwatch.monitor.commands.runs import open_all
+from attnwatch.monitor.sample import UsageError
 
 if TYPE_CHECKING:
     from attnwatch.monitor.run import Run
@@ -32,6 +33,8 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     from attnwatch.reports.html import write_page_and_summary
 
+    if options.output == Path("-"):
+        raise UsageError("expected a file for the page, found '-'; give -o FILE: summary.json goes beside it")
     runs = open_all(options.runs)
     beside = runs[0].path if len(runs) == 1 else Path()
     print(write_page_and_summary(runs, options.output or beside / "report.html"))
