@@ -45,6 +45,8 @@ TABLE_LINES = 200
 """Rows of a table of alerts or problems; the page says how many more there are."""
 POINTS_IN_TABLE = 16
 _ERROR = re.compile(r"\d(?:\.\d+)?e[-+]\d+")
+_CHANGES = 5
+"""Changes of the interval that are listed."""
 """How exactly a layer was proved, in its note."""
 MOST_DRAWN = 6
 """Runs whose metrics and heads are drawn; of more runs the page compares what became of them and says so."""
@@ -153,6 +155,7 @@ def _facts(run: Run, name: str, shared: Axes, maps: Maps | None) -> dict[str, An
         "coverage": grouped_coverage(run.coverage),
         "last_step": last_step(run),
         "cost": _cost(run),
+        "intervals": _intervals(run),
         "facts": facts.facts(run),
         "rules": facts.rules(run),
         "weights_only": facts.from_checkpoints(run),
@@ -222,6 +225,15 @@ def _cost(run: Run) -> dict[str, float]:
     wall = float(run.times[-1] - run.times[0]) if timed else 0.0
     middle = float(np.median(run.seconds)) if len(run.seconds) else float("nan")
     return {"total": total, "median": middle, "share": total / wall if wall > 0 else float("nan")}
+
+
+def _intervals(run: Run) -> str:
+    """How a budget changed the steps from sample to sample: the newest changes, and how many there were."""
+    said = [
+        f"every {interval:,} from step {step:,} ({share:.1%})" for step, interval, share in run.intervals[-_CHANGES:]
+    ]
+    before = len(run.intervals) - len(said)
+    return "; ".join([*([f"{before:,} changes before these"] if before > 0 else []), *said])
 
 
 def _number(value: float | None) -> str:

@@ -144,6 +144,20 @@ def test_runs_of_one_name_are_told_apart_by_what_is_above_them(tmp_path: Path) -
     assert facts.names([runs[0], runs[0]]) == ["run", "run"]  # the same one twice
 
 
+def test_intervals_that_a_budget_chose_are_told(tmp_path: Path) -> None:
+    """The newest five; a run without a budget says nothing of them."""
+    run = with_header(tmp_path / "run")
+    assert "from sample to sample" not in html.render([run])
+    with (tmp_path / "run" / "events.jsonl").open("a") as events:
+        for number in range(7):
+            line = {"event": "interval", "step": 1000 * number, "interval": 20 + number, "share": 0.0125}
+            events.write(json.dumps(line) + "\n")
+    assert (
+        "2 changes before these; every 22 from step 2,000 (1.2%); every 23 from step 3,000 (1.2%); "
+        "every 24 from step 4,000 (1.2%); every 25 from step 5,000 (1.2%); every 26 from step 6,000 (1.2%)."
+    ) in html.render([open_run(tmp_path / "run")])
+
+
 def test_a_scan_has_no_share_of_a_time_that_nobody_knows(tmp_path: Path) -> None:
     """Its samples have the times of their files, hours or seconds apart."""
     assert math.isnan(html._cost(with_header(tmp_path / "scan", source="checkpoints"))["share"])
