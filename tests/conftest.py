@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,10 @@ from attnwatch.monitor.store import open_run
 
 # Tiny tensors on shared cores: a second thread mostly waits. Set before torch is loaded, and for subprocesses too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Tests that were started in the background inherit an ignored Ctrl-C, and so would the programs that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
