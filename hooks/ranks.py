@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,9 @@ that a rank that comes later hardly exists."""
 
 SPEAK = 2.0
 """Seconds after which a rank that waits says so in the log."""
+
+POLL = 0.25
+"""Seconds between two looks at whether the others have come, after SPEAK."""
 
 PATIENCE = 120.0
 """Seconds that a rank waits for another before ranks part. Training would wait for it too."""
@@ -101,6 +105,12 @@ def several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def announced() -> int:
+    """As how many processes a launcher started the training, torchrun say; 1 if none says so."""
+    number = os.environ.get("WORLD_SIZE", "")
+    return int(number) if number.isdecimal() else 1
+
+
 class Ranks:
     """This rank among all. name: of what they watch; ranks that say the same one meet, at the n-th time the n-th."""
 
@@ -166,10 +176,8 @@ class Ranks:
     def _agreed(self, given: Given, total: Packed, told: list[_Message], seconds: float) -> Agreed:
         known = unpack(self._layout, total)
         _, look, interval, last, first = known.signals
-        problems = [*given.reading.problems]
-        for rank, message in enumerate(told):
-            if rank != self.rank:
-                problems += [(where, f"rank {rank}: {text}") for where, text in message.problems]
+        others = {rank: message.problems for rank, message in enumerate(told) if rank != self.rank}
+        problems = [*given.reading.problems, *_of_others(others)]
         torn = "ranks hold different weights under this name, and are measured as one: give their modules other names"
         problems += [(name, torn) for name in known.torn]
         if last != -first:
@@ -213,11 +221,12 @@ class Ranks:
 
     def _waited(self, keys: list[str], seconds: float) -> bool:
         """Whether the keys were set in that time."""
-        try:
-            self._store.wait(keys, timedelta(seconds=seconds))
-        except RuntimeError:  # of several kinds, by kind of store
-            return self._store.check(keys)
-        return True
+        end = time.monotonic() + seconds
+        with suppress(RuntimeError):  # of several kinds, by kind of store
+            self._store.wait(keys, timedelta(seconds=min(seconds, SPEAK)))
+        while not (there := self._store.check(keys)) and time.monotonic() < end:
+            time.sleep(POLL)  # a wait of the store's is deaf to Ctrl-C, and writes two lines to the log when it ends
+        return there
 
     def _absent(self, place: str, number: int) -> list[int]:
         """Ranks that did not say this number, or a later one, there."""
@@ -254,6 +263,15 @@ class Ranks:
         told: list[Any] = [None] * self.size
         dist.all_gather_object(told, message, self._group)
         return told
+
+
+def _of_others(problems: Mapping[int, Sequence[tuple[str, str]]]) -> list[tuple[str, str]]:
+    """Problems by rank, one line for all ranks that say the same: a thousand of them may."""
+    who: dict[tuple[str, str], list[int]] = {}
+    for rank, said in problems.items():
+        for problem in said:
+            who.setdefault(problem, []).append(rank)
+    return [(where, f"{_named(ranks)}: {text}") for (where, text), ranks in who.items()]
 
 
 def _named(ranks: list[int], most: int = 8) -> str:

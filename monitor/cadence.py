@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection
 from statistics import fmean, median
 from typing import NamedTuple
 
-REMEMBERED = 20
-"""Durations of unsampled steps of which the median is the step time: a pause for an evaluation is none."""
+REMEMBERED = 100
+"""Newest unsampled steps that tell how long a step is."""
+
+PAUSES = 50
+"""Of so many the longest one is left out: a pause for an evaluation is no step."""
+
+GROWTH = 10
+"""The interval becomes at most so many times longer at once: the few steps of a beginning may be unlike the others."""
 
 SPARSE = 100
 """Steps. Rules hold for three samples and lead by some 300 steps: a longer interval sees a collapse late or never."""
@@ -37,10 +44,13 @@ class Cadence:
     def __init__(self, every: int, budget: float | None = None, cycle: int = 5) -> None:
         self.count = 0
         self.interval = every
+        self.share = math.nan  # of the training time, as of the newest sample; NaN while unknown
         self._every, self._budget = every, budget
         self._next = 0  # the count at which the next sampled step begins
         self._steps: deque[float] = deque(maxlen=REMEMBERED)
-        self._sampled: deque[tuple[float, float]] = deque(maxlen=cycle)  # duration and cost of the newest
+        self._bare: deque[float] = deque(maxlen=cycle)  # sampled steps, without what their samples took
+        self._costs: deque[float] = deque(maxlen=cycle)  # of the samples
+        self._beyond: deque[float] = deque(maxlen=cycle)  # what sampled steps lasted longer than those before them
 
     @property
     def due(self) -> bool:
@@ -50,14 +60,6 @@ class Cadence:
     def until(self) -> int:
         """Steps from now to the next sampled one."""
         return max(self._next - self.count, 0)
-
-    @property
-    def share(self) -> float:
-        """Of the training time; NaN while unknown."""
-        step = self._step_time()
-        cost = self._cost(step)
-        whole = cost + self.interval * step
-        return cost / whole if whole > 0 else math.nan
 
     def resume(self, count: int) -> None:
         """Go on after `count` steps: the next multiple of `every` is sampled."""
@@ -80,32 +82,43 @@ class Cadence:
             self._steps += [duration] if known else []
             return None
         if known:  # never so for the first step of a process, whose sample finds and proves the layers
-            self._sampled.append((duration, cost))
+            self._bare.append(duration - cost)
+            self._costs.append(cost)
+            if self._steps:
+                self._beyond.append(max(duration - cost - max(_usual(self._steps)), 0.0))
         change = self._adapt()
         self._next = self.count - 1 + self.interval
         return change
 
     def _adapt(self) -> Change | None:
-        step = self._step_time()
-        cost = self._cost(step)
-        if self._budget is None or not cost > 0 or not step > 0:
-            return None
-        asked = max(self._every, math.ceil(cost / step * (1 / self._budget - 1)))
+        step, cost = self._step_time(), self._cost()
+        asked = self._asked(step, cost)
         # Clocks and steps vary: that must not change the interval at every sample.
-        if asked == self.interval or (asked > self._every and abs(asked - self.interval) <= 0.2 * self.interval):
-            return None
-        self.interval = asked
-        return Change(asked, self.share)
+        changed = asked != self.interval and (asked == self._every or abs(asked - self.interval) > 0.2 * self.interval)
+        self.interval = asked if changed else self.interval
+        whole = cost + self.interval * step
+        self.share = cost / whole if whole > 0 else math.nan
+        return Change(self.interval, self.share) if changed else None
+
+    def _asked(self, step: float, cost: float) -> int:
+        """Steps from sample to sample that the budget asks for."""
+        if self._budget is None or not cost > 0 or not step > 0:
+            return self.interval
+        return max(self._every, min(math.ceil(cost / step * (1 / self._budget - 1)), GROWTH * self.interval))
 
     def _step_time(self) -> float:
         """Seconds of a step without a sample."""
-        steps = list(self._steps) or [duration - cost for duration, cost in self._sampled]
-        return median(steps) if steps else math.nan
+        steps = self._steps or self._bare
+        return fmean(_usual(steps)) if steps else math.nan
 
-    def _cost(self, step: float) -> float:
+    def _cost(self) -> float:
         """Seconds of a sample: the mean of what they took, and what a sampled step lasts beyond that: it may run
         eagerly where others run compiled."""
-        if not self._sampled:
+        if not self._costs:
             return math.nan
-        beyond = median(duration - cost for duration, cost in self._sampled) - step
-        return fmean(cost for _, cost in self._sampled) + max(beyond, 0.0)
+        return fmean(self._costs) + (median(self._beyond) if self._beyond else 0.0)
+
+
+def _usual(steps: Collection[float]) -> list[float]:
+    """Without the longest, at least one of which is left out."""
+    return sorted(steps)[: -math.ceil(len(steps) / PAUSES)] or list(steps)

@@ -16,7 +16,8 @@ RUN = "run directory"
 MOST = 1000
 """Problems that are named one by one."""
 NO_STEP = (
-    "no step was counted: call monitor.step() after every optimizer step, or pass optimizer= (the one that trains it)"
+    "no step was counted: training ended before its first optimizer step, or in a loop of your own neither "
+    "monitor.step() was called after each nor optimizer= was passed (the one that trains it)"
 )
 
 

@@ -83,7 +83,7 @@ class Monitor:
             # A compiled optimizer.step would trace its hooks. This one also keeps a monitor that no variable holds.
             self._counter = optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: self._count_step()))
         self._process = os.getpid()
-        self._at_exit = partial(_if_alive, weakref.WeakMethod(self._drop))
+        self._at_exit = partial(_if_alive, weakref.WeakMethod(self.close))
         atexit.register(self._at_exit)
         self._closed = False
         self._journal.safely("hooks", self._arm)
@@ -97,7 +97,7 @@ class Monitor:
         next sample, so that nothing waits for the device. With `optimizer=` the step was counted already.
         Raises TrainingStopped if `stop_on` was given and such an alert fired; nothing else.
         """
-        if self._closed:
+        if self._over:
             return
         self._journal.safely("monitor", lambda: self._advance(step, scalars))
         if self._stop is not None:
@@ -165,7 +165,7 @@ class Monitor:
 
     def close(self) -> None:
         """Take the hooks off, write what is pending and the report, close the outputs. Idempotent."""
-        if self._closed:
+        if self._over:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
@@ -187,12 +187,12 @@ class Monitor:
         self._tell(is_new=False)  # the log hears what came up in the others' end
         self._journal.close()
 
-    def _drop(self) -> None:
-        """Nobody holds the monitor any more, or the process ends. The copy in a forked worker is not ours to close."""
-        if not self._closed and os.getpid() == self._process:
-            self.close()
+    __del__ = close
 
-    __del__ = _drop
+    @property
+    def _over(self) -> bool:
+        """Closed, or the copy in a forked process: the run, its ranks and its outputs are the parent's."""
+        return self._closed or os.getpid() != self._process
 
     def __copy__(self, memo: object = None) -> Monitor:
         """A run has one monitor: a copy that is dropped must not close it."""
@@ -223,15 +223,16 @@ class Monitor:
         if self._counter is None:
             self._step = self._journal.step = step_number(step, self._step + 1, self._journal.problem)
         if scalars:
-            self._pending.add(self._step, {name: plain(name, x, self._journal.problem) for name, x in scalars.items()})
+            numbers = {name: plain(name, x, self._journal.problem) for name, x in scalars.items()}
+            self._pending.add(self._step if self._counter is None else max(self._step, 0), numbers)
         if self._counter is None:
             self._finish_step()
-        elif not self._pending.later():
+        elif self._step >= 0 and not self._pending.later():  # before the first step they wait for its sample
             self._flush()
 
     def _count_step(self) -> None:
         """The optimizer's hook: a step is done, its scalars may still come."""
-        if not self._closed:
+        if not self._over:
             self._step = self._journal.step = self._step + 1
             self._journal.safely("monitor", self._finish_step)
 

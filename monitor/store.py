@@ -179,6 +179,8 @@ class _Appender:
 
     def append(self, piece: bytes | memoryview) -> None:
         """Raises OSError when not all of it was taken: the file then still ends with a whole piece."""
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # the disk takes what nobody will ever read
+            raise OSError(errno.ENOENT, "the file was deleted while it was written")
         try:
             written = os.pwrite(self._file.fileno(), piece, self.size)  # over what a failed one may have left
             if written != len(piece):  # how a filling disk answers first, without an error

@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnwatch.monitor.records import ordinary
-from attnwatch.monitor.run import EVENTS, HIGHEST, LOWEST, SCALARS, THINNED, Run
-from attnwatch.monitor.sample import Sample, UsageError
+from attnwatch.monitor.run import EVENTS, HIGHEST, LOWEST, SAMPLES, SCALARS, THINNED, Run
+from attnwatch.monitor.sample import Problem, Sample, UsageError
 from attnwatch.monitor.store import RunWriter
 
 
@@ -107,9 +107,11 @@ def _write(run: Run, path: Path, every: int, around: int) -> Thinned:
         f"thinned: {left} of {count} samples are kept, one of {every} except for {around} on both sides of alerts and "
         f"at both ends; {LOWEST}/ and {HIGHEST}/ hold the least and the largest of those that are not"
     )
-    said = {"event": "problem", "step": int(run.steps[-1]) if count else 0, "where": "samples", "text": text}
+    # Of samples that could not be read the copy has nothing left that would tell.
+    said = [problem for problem in run.problems if problem.where.startswith(f"{SAMPLES}/")]
+    said.append(Problem(int(run.steps[-1]) if count else 0, SAMPLES, text))
     with open(path / EVENTS, "ab") as events:
-        events.write(json.dumps(said).encode() + b"\n")
+        events.writelines(json.dumps({"event": "problem", **asdict(problem)}).encode() + b"\n" for problem in said)
     return Thinned(left, count)
 
 

@@ -26,6 +26,11 @@ from attnwatch.monitor.sample import Metric, UsageError
 from attnwatch.monitor.session import Monitor
 from attnwatch.monitor.store import RunWriter
 
+UNMET = (
+    "$WORLD_SIZE says that several processes train, and torch.distributed is not initialised: each records what it "
+    "sees, in a run of its own; to merge them call init_process_group before watch()"
+)
+
 
 def watch(
     model: nn.Module,
@@ -122,17 +127,23 @@ def watch(
         facts |= {"ranks": dist.get_world_size(), "rank": dist.get_rank()}
     described = header(options, metrics, chosen, {"torch": torch.__version__}, **facts)
 
+    unmet = not several and ranks.announced() > 1
+
     def record(place: Path) -> Journal:
         served, refused = prometheus_outputs(metrics, options.prometheus)
         try:
             writer = RunWriter(place, described)
-        except BaseException:
+        except BaseException as error:
             for output in served:
                 output.discard()
+            if unmet and isinstance(error, UsageError):  # another process was faster
+                raise UsageError(f"{error}; {UNMET}") from None
             raise
         journal = Journal(writer, [LogOutput(), *served, *map(apart, outputs)])
         for text in refused:
             journal.problem("prometheus", text)
+        if unmet:
+            journal.problem("ranks", UNMET)
         return journal
 
     if not several or merge == "none":

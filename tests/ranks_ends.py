@@ -6,9 +6,11 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import torch
@@ -115,6 +117,26 @@ def falls_silent(place: Path) -> Told:
     return told(monitor)
 
 
+def is_interrupted(place: Path) -> Told:
+    """Ctrl-C at rank 0 while it waits, for a minute at most, for a rank 1 that comes when it is too late."""
+    model, waited = decoder(), 0.0
+    monitor = attnwatch.watch(model, run=place, **QUICK)
+    fit(monitor, model, [0])
+    if rank() == 0:
+        before, ranks.PATIENCE, ranks.SPEAK = (ranks.PATIENCE, ranks.SPEAK), 60.0, 0.5
+        Timer(1.5, signal.raise_signal, [signal.SIGINT]).start()
+        start = time.monotonic()
+        with suppress(KeyboardInterrupt):
+            fit(monitor, model, [1])
+        waited = time.monotonic() - start
+        monitor.close()
+        ranks.PATIENCE, ranks.SPEAK = before
+    dist.barrier()
+    fit(monitor, model, [1])
+    monitor.close()
+    return told(monitor, waited=waited)
+
+
 def stops(place: Path) -> Told:
     """An alert on rank 0 between two samples."""
     model, stopped = decoder(), ""
@@ -199,8 +221,8 @@ def counts(place: Path) -> Told:
 
 
 ENDS = (
-    fails, leaves, stays_away, first_stays_away, falls_silent, stops, apart, different, keeps_a_budget, resumes, counts,
-    dies,
+    fails, leaves, stays_away, first_stays_away, falls_silent, is_interrupted, stops, apart, different, keeps_a_budget,
+    resumes, counts, dies,
 )  # fmt: skip
 
 if __name__ == "__main__":

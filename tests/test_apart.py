@@ -147,6 +147,36 @@ def test_one_that_raises_is_closed_and_named_under_its_own_name(tmp_path: Path) 
     journal.close()
 
 
+@pytest.mark.parametrize("ends", ["write", "close"])
+@pytest.mark.parametrize("raised", [OSError("no"), SystemExit("no"), KeyboardInterrupt("no")], ids=repr)
+def test_whatever_it_raises_ends_the_output_and_not_the_trainer(
+    ends: str, raised: BaseException, tmp_path: Path
+) -> None:
+    """Also what ends a thread in silence: some libraries exit when they have no configuration."""
+
+    class Leaves:
+        closed = 0
+
+        def write(self, update: Update) -> None:
+            if ends == "write":
+                raise raised
+
+        def close(self) -> None:
+            self.closed += 1
+            if ends == "close":
+                raise raised
+
+    output = Leaves()
+    journal = Journal(RunWriter(tmp_path / "run", {"metrics": []}), [LogOutput(), Apart(output, 9, 60)])
+    journal.tell(replace(EMPTY, is_new=True))
+    journal.dismiss()
+    journal.close()
+    name = type(raised).__name__
+    text = f"{name}: no" if isinstance(raised, Exception) else f"RuntimeError: {name}: no"
+    assert [(problem.where, problem.text) for problem in journal.problems] == [("Leaves", text)]
+    assert output.closed == 1
+
+
 def test_all_are_asked_to_end_before_any_is_waited_for(tmp_path: Path) -> None:
     """The newest, which is closed first, waits here for the end of the oldest."""
     ended = Event()

@@ -63,6 +63,37 @@ def test_what_a_sampled_step_lasts_longer_counts_too() -> None:
     assert cadence.interval == 38  # 0.2 / 0.1 * 19
 
 
+@pytest.mark.parametrize("long", [1, 2, 4, 6, 9])
+def test_a_budget_holds_where_steps_vary_a_hundred_times(long: int) -> None:
+    """Of ten steps so many last 0.1 s, the others 1 ms; samples cost 10 ms, so that 1 % is one in 0.99 s. Samples that
+    fall on long steps only must not be taken for long samples."""
+    cadence = Cadence(1, budget=0.01)
+    training, samples, changes = 0.0, 0, 0
+    for number in range(5000):
+        step = 0.1 if number % 10 < long else 0.001
+        samples += cadence.due
+        training += step
+        changes += cadence.finish(step + 0.01 * cadence.due, 0.01 if cadence.due else None) is not None
+    assert 0.7 < samples * 0.99 / training <= 1.11
+    assert changes < 10
+
+
+def test_steps_that_become_a_hundred_times_shorter_do_not_make_samples_long() -> None:
+    """What is known of the long steps is not compared with the short ones: 1 ms a sample and 99 steps of 1 ms."""
+    cadence = Cadence(20, budget=0.01)
+    play(cadence, 2000, 0.1, 0.001)
+    assert cadence.interval == 20
+    sampled, changes = play(cadence, 1000, 0.001, 0.001)
+    assert max(change.interval for change in changes) == cadence.interval == 99
+    assert sampled[-1] - sampled[-2] == 99
+
+
+def test_a_beginning_is_not_taken_for_the_whole() -> None:
+    """The interval is lengthened ten times at most at once, and what it becomes is looked at again: 1 ms are 990."""
+    _, changes = play(Cadence(1, budget=0.01), 3000, 0.001, 0.01)
+    assert [change.interval for change in changes] == [10, 100, 990]
+
+
 def test_a_pause_is_not_a_step() -> None:
     """An evaluation of a minute between two steps changes nothing."""
     cadence = Cadence(5, budget=0.01)
@@ -122,13 +153,13 @@ def test_a_watched_run_keeps_its_budget_and_says_so(tmp_path: Path, caplog: pyte
             model(torch.randint(TOKENS, (BATCH, LENGTH))).sum().backward()
             monitor.step(loss=1.0)
     run = attnwatch.open_run(tmp_path / "run")
-    assert run.steps.tolist() == [0, 1]
+    assert run.steps.tolist() == [0, 1, 11]
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    (change,) = [event for event in events if event["event"] == "interval"]
-    assert change["step"] == 1
-    assert change["interval"] > 30
-    assert 0.0005 < change["share"] <= 0.001
-    assert f"sampling every {change['interval']} steps now, at 0.1% of the time" in caplog.text
-    assert [problem.where for problem in run.problems] == (["budget"] if change["interval"] > 100 else [])
+    first, change = [event for event in events if event["event"] == "interval"]
+    assert (first["step"], first["interval"], change["step"]) == (1, 10, 11)
+    assert 30 < change["interval"] <= 100
+    assert 0 < change["share"] < first["share"]
+    assert f"sampling every {change['interval']} steps now, at {change['share']:.1%} of the time" in caplog.text
+    assert run.problems == ()
     assert run.header["options"]["budget"] == 0.001
-    assert run.intervals == ((1, change["interval"], change["share"]),)
+    assert run.intervals == tuple((event["step"], event["interval"], event["share"]) for event in (first, change))

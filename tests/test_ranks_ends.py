@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import attnwatch
 from attnwatch import UsageError
+from attnwatch.hooks import ranks
 from attnwatch.monitor.paths import open_runs
 
 LAYERS = ("blocks.0.attention", "blocks.1.attention")
@@ -83,6 +84,25 @@ def test_patience_ends(ended: Path) -> None:
     assert run.steps.tolist() == [0, 1, 2]
     ((_, text),) = problems(ended, "falls_silent")
     assert "rank 1 did not come to the sample of step 1 within 1 s" in text
+
+
+def test_who_waits_hears_ctrl_c(ended: Path) -> None:
+    """And not only when its patience ends; the rank that was waited for goes on and is told."""
+    first, second = told(ended, "is_interrupted")
+    assert 1 < first["waited"] < 30
+    assert first["problems"] == []
+    left = "ranks are not merged any more: rank 0 closed its monitor; nothing more is measured here"
+    assert second["problems"] == [["ranks", left]]
+
+
+def test_what_many_ranks_say_is_one_problem() -> None:
+    """Of 1,024 ranks: the run has room for a thousand."""
+    same, own = ("blocks.0", "gave nothing"), ("sample", "no memory")
+    problems = ranks._of_others({rank: [same, own] if rank == 7 else [same] for rank in range(1, 1024)})
+    assert problems == [
+        ("blocks.0", "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 1015 more: gave nothing"),
+        ("sample", "rank 7: no memory"),
+    ]
 
 
 def test_all_ranks_stop_at_the_same_step(ended: Path) -> None:

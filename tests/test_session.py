@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -116,6 +117,20 @@ def test_the_optimizer_can_count_the_steps(model: Decoder, run: Path) -> None:
     assert stored.steps.tolist() == [0, 2]
     assert stored.scalar("loss")[0].tolist() == [0, 1, 2]
     assert monitor.problems == []
+
+
+def test_scalars_before_the_first_step_of_the_optimizer_are_of_that_step(model: Decoder, run: Path) -> None:
+    """`monitor.step` stands before `optimizer.step` in the loop, and is called once more than it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attnwatch.watch(model, run=run, every=1, optimizer=optimizer, report=False) as monitor:
+        for loss in (3.0, 2.0, 1.0):
+            forward(model)
+            monitor.step(loss=loss)
+            optimizer.step()
+    stored = open_run(run)
+    assert stored.steps.tolist() == [0, 1, 2]
+    lines = [json.loads(line) for line in (run / "scalars.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(0, 3.0), (0, 2.0), (1, 1.0)]
 
 
 def test_what_is_known_can_be_read_while_training_goes_on(model: Decoder, run: Path) -> None:

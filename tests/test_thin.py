@@ -158,6 +158,18 @@ def test_what_cannot_be_read_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_the_copy_says_which_samples_were_damaged(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", np.zeros((20, 2, 1, 1)))
+    (segment,) = (run.path / "samples").iterdir()
+    content = bytearray(segment.read_bytes())
+    content[7 * len(content) // 20 - 1] ^= 1  # the last byte of the seventh sample
+    segment.write_bytes(content)
+    thin(open_run(run.path), tmp_path / "thin", every=5, around=1)
+    damaged, thinned = open_run(tmp_path / "thin").problems
+    assert (damaged.where, thinned.where) == (f"samples/{segment.name}", "samples")
+    assert damaged.text == "record 7 of 20 is damaged (checksum) and left out"
+
+
 def test_a_metric_that_is_only_in_some_samples_keeps_its_points(tmp_path: Path) -> None:
     """The spectrum is measured in every fifth sample: of a group of five that one stays."""
     metrics = (*METRICS, Metric("qk_rank", "1", "", "last"))

@@ -92,19 +92,19 @@ class Apart:
         return replace(update, is_new=last.is_new or update.is_new, changed=last.changed + update.changed)
 
     def _work(self) -> None:
-        error = None
+        error: Exception | None = None
         try:
             while (told := self._next()) is not None:
                 context, update = told
                 text = context.run(self._output.write, update)
                 if isinstance(text, str) and text not in self._texts:
                     self._texts.append(text)
-        except Exception as raised:
-            error = raised
+        except BaseException as raised:
+            error = _plain(raised)
         try:
             self._output.close()
-        except Exception as raised:
-            error = error or raised
+        except BaseException as raised:
+            error = error or _plain(raised)
         self._error = error
 
     def _next(self) -> tuple[Context, Update] | None:
@@ -113,3 +113,8 @@ class Apart:
             while not self._waiting and self._until is None:
                 self._news.wait(PAUSE)
             return self._waiting.popleft() if self._waiting else None
+
+
+def _plain(raised: BaseException) -> Exception:
+    """What ends a thread, `sys.exit` of a library say, must not end the trainer, where it is raised again."""
+    return raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
