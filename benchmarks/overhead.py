@@ -1,7 +1,8 @@
 """What watching costs: CPU time and peak memory of training decoders, watched over unwatched. Two tables.
 
 Pairs of steps are interleaved: one of a model alone, one of its watched twin. CPU time of one thread, so that other
-programs on the machine disturb both sides alike and no waiting thread is counted as work.
+programs on the machine disturb both sides alike and no waiting thread is counted as work. The first step of each is
+left out: it pays, once a run, for the optimizer's state and for the search of the projections behind q and k.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import attnwatch
 
 VOCABULARY = 4096
 EVERY, SPECTRUM_EVERY = 20, 5  # the defaults: a sample every 20 steps, of which every fifth looks at the weights
-ROUND = 4 * SPECTRUM_EVERY  # samples after which cost repeats itself: every fourth look takes whole layers
+ROUND = 4 * SPECTRUM_EVERY  # samples after which cost repeats itself: every fourth look takes whole layers and updates
 
 
 class Size(NamedTuple):
@@ -123,7 +124,8 @@ def pairs(case: Case, every: int, count: int) -> list[tuple[float, float]]:
     """CPU seconds of steps watched and alone."""
     taken = []
     with training(case, None) as alone, training(case, every) as watched:
-        alone()  # the first step of a process pays for its memory and kernels
+        alone()
+        watched()
         for number in track(range(count), f"{case.size}, {case.length}", console=Console(stderr=True)):
             order = (alone, watched) if number % 2 else (watched, alone)
             seconds = {step: step() for step in order}
@@ -141,8 +143,10 @@ def every_step(table: Table, case: Case) -> None:
     taken = pairs(case, 1, ROUND * case.rounds)
     step = statistics.median(alone for _, alone in taken)
     added = [watched - alone for watched, alone in taken]
-    look = statistics.mean(added[::SPECTRUM_EVERY])
-    sample = statistics.median(value for at, value in enumerate(added) if at % SPECTRUM_EVERY)
+    looks = slice(SPECTRUM_EVERY - 1, None, SPECTRUM_EVERY)  # step 0, which looked, is not among them
+    look = statistics.mean(added[looks])
+    del added[looks]
+    sample = statistics.median(added)
     share = ((SPECTRUM_EVERY - 1) * sample + look) / SPECTRUM_EVERY / step
     table.add_row(
         case.size, f"{case.batch} x {case.length}", str(case.rows or "all"), f"{1e3 * step:.0f}",

@@ -30,8 +30,9 @@ _LOGIT_MAX, _NONFINITE = (_NAMES.index(name) for name in ("logit_max", "nonfinit
 _WHOLE = [_NAMES.index(name) for name in ("layer_energy_top10", "layer_directions_90")]
 
 WHOLE_EVERY, WHOLE_ALWAYS = 4, 256
-"""Looks at a layer's weights from one that takes the values of the whole layer to the next, and the widest layer of
-which they are always taken: of wide ones they cost more than all the rest, and no rule needs them."""
+"""Looks at a layer's weights from one that takes the values of the whole layer, and what the step did, to the next;
+and the widest layer of which they are always taken: of wide ones they cost more than all the rest, and no default rule
+needs them."""
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Layer:
 
     due: its weights are to be looked at in the next sample, whatever the schedule says. part: which part of the layer's
     heads this rank holds, of how many. exact: its spectrum is not resolved in float32.
-    rests: looks until the values of the whole layer are taken again."""
+    rests: looks until the values of the whole layer and the step's update are taken again."""
 
     name: str
     heads: int = 0
@@ -113,16 +114,18 @@ def draft(
             made.error, scale = score_scale(attention)
     elif seen.output is not None and seen.value is not None and not seen.dropped:
         made.error = reconstruct(seen)
+    full = layer.rests == 0
     if seen.weights is not None:
         w_q, w_k = (w.detach() for w in seen.weights)
-        made.spectrum = spectrum(w_q, w_k, layer.exact, layer.rests == 0)
-        made.kept = keep(w_q.float(), w_k.float(), *(reader(w, module, Tensor.float) for w in (w_q, w_k)))
+        made.spectrum = spectrum(w_q, w_k, layer.exact, full)
+        if full:
+            made.kept = keep(w_q.float(), w_k.float(), *(reader(w, module, Tensor.float) for w in (w_q, w_k)))
     elif sides:
         q, k = sides["q"], sides["k"]
         shared = min(q.weight.shape[1], k.weight.shape[1])  # part of a key may be made otherwise (layouts.py)
         w_q, w_k = q.weight[:, :shared], k.weight[:, :shared]
-        made.spectrum = spectrum(w_q, w_k, layer.exact, layer.rests == 0)
-        made.kept = keep(w_q, w_k, q.read, k.read)
+        made.spectrum = spectrum(w_q, w_k, layer.exact, full)
+        made.kept = keep(w_q, w_k, q.read, k.read) if full else None
         if q.reach is not None and k.reach is not None:
             reach = k.reach.repeat_interleave(attention.heads // k.reach.shape[0])
             made.bound = (scale * q.reach * reach).abs()

@@ -89,7 +89,7 @@ def spectrum(w_q: Tensor, w_k: Tensor, exact: bool = True, whole: bool = True) -
     in_k = w_k.shape[2]
     group = heads // w_k.shape[0]
     w_q, w_k = w_q.detach().float(), w_k.detach().float()
-    gram = None if exact else _gram_dtype()
+    gram = None if exact else gram_dtype()
     thin_q, thin_k = thin(w_q, gram), thin(w_k, gram)
     top_q, top_k = energies(thin_q)[:, 0], energies(thin_k)[:, 0]
     known_q, known_k = _known(w_q, top_q), _known(w_k, top_k).repeat_interleave(group)
@@ -164,7 +164,7 @@ def energies(w: Tensor) -> Tensor:
     return size[..., None].double() * energy.double().clamp(min=0).flip(-1)
 
 
-def _gram_dtype() -> torch.dtype:
+def gram_dtype() -> torch.dtype:
     """float32 if products of it are computed in it, and not in TF32 or bfloat16; else float64."""
     try:
         return torch.float32 if torch.get_float32_matmul_precision() == "highest" else torch.float64
@@ -186,9 +186,14 @@ def _layer(w_q: Tensor, w_k: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     if heads * d > LAYER_WIDTH or max(in_q, w_k.shape[2]) > LAYER_INPUT:
         return _unknown(w_q)
     # Repeating a key head for its group is the same product as adding up the group's query heads.
-    thin_q, thin_k = (thin(w.flatten(0, 1)[None]) for w in (w_q.unflatten(0, (-1, group)).sum(1), w_k))
-    core = (thin_q / thin_q.abs().amax()).to(dtype) @ (thin_k / thin_k.abs().amax()).to(dtype).mT
-    return torch.stack(_concentration(energies(core.nan_to_num(nan=0.0))[0])[1:])
+    side_q, side_k = (_side(w.flatten(0, 1)).to(dtype) for w in (w_q.unflatten(0, (-1, group)).sum(1), w_k))
+    return torch.stack(_concentration(energies((side_q @ side_k.mT).nan_to_num(nan=0.0)))[1:])
+
+
+def _side(w: Tensor) -> Tensor:
+    """What `thin` gives of `w [m, d_in]`, over its largest magnitude; in float32 where it is `w` itself."""
+    factor = w.mT if w.shape[1] <= w.shape[0] else thin(w[None])[0]
+    return factor / factor.abs().amax()
 
 
 def _unknown(w: Tensor) -> Tensor:

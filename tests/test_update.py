@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from tests import reference
-from tests.models import D, H, Heads, Mixer, Model, causal, layer_of, linear, parts, separate, tokens, values_of
+from tests.models import D, H, Heads, Mixer, Model, causal, layer_of, linear, parts, separate, step, tokens, values_of
 from tests.test_spectrum import normal
 from tests.test_statistics import Watch
 from torch import Tensor, nn
 
 import attnwatch
+from attnwatch.hooks import layers
 from attnwatch.hooks import probe as probes
 from attnwatch.hooks.probe import Probe, Reading
 from attnwatch.hooks.update import UPDATE, update
@@ -51,6 +52,29 @@ def test_agrees_with_the_change_formed_outright(
     expected = reference.update(*(x.numpy() for x in (w_q, w_k, new_q, new_k)))
     for name, values in found(w_q.float(), w_k.float(), dw_q, dw_k).items():
         assert values == pytest.approx(expected[name], rel=1e-4), name
+
+
+FALLING = torch.logspace(0, -6, 16, dtype=torch.float64)[:, None]  # condition 1e6, turned below
+
+
+@pytest.mark.parametrize("falling", [False, True])
+@pytest.mark.parametrize("way", ["signs", "decay", "rank 1", "one side"])
+def test_steps_of_few_directions_and_weights_of_high_condition(way: str, falling: bool) -> None:
+    """Against the change formed outright in float64. Decay and steps of low rank span no new direction."""
+    old = [normal(2, 16, 200, seed=seed) for seed in range(2)]
+    if falling:
+        old = [torch.linalg.qr(normal(16, 16, seed=seed)).Q @ (FALLING * w) for seed, w in enumerate(old)]
+    changes = {
+        "signs": [1e-3 * normal(2, 16, 200, seed=seed).sign() for seed in (2, 3)],
+        "decay": [-1e-3 * w for w in old],
+        "rank 1": [1e-3 * normal(2, 16, 1, seed=seed) @ normal(2, 1, 200, seed=seed) for seed in (2, 3)],
+        "one side": [1e-3 * normal(2, 16, 1) @ normal(2, 1, 200, seed=2), 0 * old[1]],
+    }
+    weights, steps = ([w.float() for w in ws] for ws in (old, changes[way]))
+    after = [w.double() + dw.double() for w, dw in zip(weights, steps, strict=True)]
+    expected = reference.update(*(w.double().numpy() for w in weights), *(w.numpy() for w in after))
+    for name, values in found(*weights, *steps).items():
+        assert values == pytest.approx(expected[name], rel=1e-3), name
 
 
 def test_identity_weights_grow_by_hand() -> None:
@@ -253,6 +277,21 @@ def test_no_more_is_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch)
     for _ in range(2):
         reading = trained(model, probe)
         assert [bool(np.isfinite(values_of(reading, name)["update_ratio"]).all()) for name in "01"] == [True, False]
+
+
+def test_a_wide_layer_is_compared_in_every_fourth_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its values over all heads are. This one is 24 wide; samples between the looks do not count."""
+    monkeypatch.setattr(layers, "WHOLE_ALWAYS", H * D - 1)
+    model = Model(Mixer(parts())).train()
+    probe = Probe(model)
+    readings = []
+    for _ in range(9):
+        readings.append(trained(model, probe))
+        step(probe, model, tokens(), look=False)
+    for name in (*NAMES, "layer_energy_top10", "layer_directions_90"):
+        known = [bool(np.isfinite(values_of(reading)[name]).all()) for reading in readings]
+        assert known == [True, False, False, False] * 2 + [True], name
+    assert all(np.isfinite(values_of(reading)["qk_rank"]).all() for reading in readings)
 
 
 def test_accumulated_gradients_are_one_step() -> None:
