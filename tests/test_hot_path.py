@@ -118,7 +118,7 @@ def test_a_copy_that_is_waited_for_is_seen() -> None:
 
 
 def test_nothing_grows_from_sample_to_sample() -> None:
-    """Tensors that live, and bytes that our code holds, after 160 samples and after 320: free lists are full by then."""
+    """Tensors that live and bytes that our code holds, after 160 samples and after 320: then free lists are full."""
     model = Model(Mixer(parts(bias=True))).train()
     probe = Probe(model, rows=4)
     counted = []
