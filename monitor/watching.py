@@ -142,7 +142,7 @@ def watch(
         journal = Journal(writer, [LogOutput(), *served, *map(apart, outputs)])
         for text in refused:
             journal.problem("prometheus", text)
-        if unmet:
+        if unmet and merge != "none":
             journal.problem("ranks", UNMET)
         return journal
 
