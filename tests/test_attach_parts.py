@@ -1,4 +1,4 @@
-"""What attaching is made of: which models are found, what of the loss is seen, when a process may be touched."""
+"""What attaching is made of: what of the loss is seen, when a process may be touched, which steps count."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from torch.optim import SGD, Adam, Optimizer
 
 import attnwatch
 from attnwatch.monitor.attach.crossing import Crossing
-from attnwatch.monitor.attach.finding import find, trained_models
 from attnwatch.monitor.attach.losses import Losses
+from attnwatch.monitor.attach.serving import watching
 from attnwatch.monitor.attach.wanted import Wanted
 from attnwatch.monitor.attach.watcher import Watcher, steps_done
 
@@ -28,94 +29,6 @@ HOOKS = import_module("torch.optim.optimizer")._global_optimizer_post_hooks
 
 def decoder() -> Decoder:
     return Decoder(partial(Attention, fused))
-
-
-def found(modules: list[nn.Module], *optimizers: Optimizer) -> list[tuple[nn.Module, list[Optimizer]]]:
-    every = [inner for module in modules for inner in module.modules()]
-    return [(each.model, list(each.optimizers)) for each in trained_models(every, optimizers)]
-
-
-class Wrapper(nn.Module):
-    def __init__(self, model: nn.Module, **more: nn.Module):
-        super().__init__()
-        self.model = model
-        for name, module in more.items():
-            setattr(self, name, module)
-
-
-# --- which models -----------------------------------------------------------------------------------------------------
-
-
-def test_the_model_is_the_outermost_module_with_the_optimizers_parameters() -> None:
-    """Not an average of it that nobody trains, nor its teacher; also when only a part of it is trained."""
-    model, average = decoder(), decoder()
-    for parameters in (model.parameters(), model.blocks[1].parameters(), [model.head.weight]):
-        optimizer = SGD(parameters, lr=0.1)
-        assert found([average, model], optimizer) == [(model, [optimizer])]
-    whole = Wrapper(model)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    assert found([average, whole], optimizer) == [(whole, [optimizer])]
-    assert found([Wrapper(model, teacher=average), whole], optimizer) == [(whole, [optimizer])]
-
-
-def test_what_wraps_a_model_for_speed_or_for_several_processes_is_not_the_model() -> None:
-    model = decoder()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    compiled = torch.compile(model, backend="eager")
-    assert isinstance(compiled, nn.Module)
-    assert found([compiled], optimizer) == [(model, [optimizer])]
-    assert found([nn.DataParallel(model)], optimizer) == [(model, [optimizer])]
-
-
-def test_two_optimizers_of_one_model_are_one_training_and_of_two_parts_are_two() -> None:
-    model = decoder()
-    matrices = SGD(model.blocks.parameters(), lr=0.1)
-    rest = Adam([*model.embedding.parameters(), *model.head.parameters()])
-    assert found([model], rest, matrices) == [(model, [matrices, rest])]
-
-    twins = nn.ModuleDict({"generator": decoder(), "judge": decoder()})
-    first, second = (SGD(part.parameters(), lr=0.1) for part in twins.values())
-    apart = found([twins], first, second)
-    assert sorted(apart, key=lambda pair: pair[0] is twins["judge"]) == [
-        (twins["generator"], [first]), (twins["judge"], [second]),
-    ]  # fmt: skip
-
-
-def test_a_judge_without_attention_leaves_the_whole_to_the_generator() -> None:
-    both = nn.ModuleDict({"generator": decoder(), "judge": nn.Linear(4, 4)})
-    first, second = (SGD(part.parameters(), lr=0.1) for part in both.values())
-    assert found([both], second, first) == [(both, [first])]
-
-
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_live_models_are_found_also_behind_a_frozen_collector(is_frozen: bool) -> None:
-    """Trainers freeze the collector's heap for speed; then what the running functions hold is looked at."""
-    model = decoder()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    if is_frozen:
-        gc.freeze()
-    try:
-        trained = find().trained
-    finally:
-        gc.unfreeze()
-    assert [list(each.optimizers) for each in trained if each.model is model] == [[optimizer]]
-
-
-def test_what_the_script_watches_itself_is_known(tmp_path: Path) -> None:
-    model = decoder()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with attnwatch.watch(model, run=tmp_path / "run", report=False) as monitor:
-        assert [each.is_watched for each in find().trained if each.model is model] == [True]
-        monitor.step()
-    assert [each.is_watched for each in find().trained if each.model is model] == [False]
-    assert optimizer.param_groups
-
-
-def test_a_loss_that_a_scaler_multiplies_is_known() -> None:
-    assert not find().scaled
-    scaler = torch.amp.GradScaler("cpu")
-    assert find().scaled
-    assert scaler.is_enabled()
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
@@ -142,9 +55,28 @@ def test_the_loss_of_a_step_is_the_sum_of_what_backward_was_called_on(losses: Lo
     total = losses.take()
     assert total is not None
     assert (total.item(), total.shape, total.requires_grad) == (0.75, (), False)
-    assert losses.take() is None
     assert x.grad is not None
     assert x.grad.tolist() == [0.25 + 2 + 7 + 2 + 0.25, 0.25 + 2 + 7 + 2]
+
+
+def test_optimizers_that_step_one_after_the_other_have_the_same_loss(losses: Losses) -> None:
+    """Until the next backward: then a new sum begins."""
+    x = torch.ones((), requires_grad=True)
+    assert losses.take() is None
+    (x * 3).backward()
+    assert [losses.take(), losses.take()] == [torch.tensor(3.0)] * 2
+    (x * 4).backward()
+    (x * 5).backward(retain_graph=True)
+    assert losses.take() == torch.tensor(9.0)
+
+
+def test_a_loss_that_cannot_be_read_raises_nothing_and_leaves_no_part_of_a_sum(losses: Losses) -> None:
+    x, elsewhere = torch.ones((), requires_grad=True), torch.ones((), device="meta", requires_grad=True)
+    (x * 3).backward()
+    (elsewhere * 2).backward()
+    assert losses.take() is None
+    (x * 3).backward()
+    assert losses.take() == torch.tensor(3.0)
 
 
 def test_a_trainer_may_overwrite_its_loss(losses: Losses) -> None:
@@ -212,6 +144,88 @@ def test_hooks_come_and_go_while_another_thread_makes_steps() -> None:
     assert len(HOOKS) == 0
 
 
+def test_a_hook_comes_and_goes_while_a_closure_trains_inside_a_step() -> None:
+    """As in Lightning, where nearly all of training is the closure of an optimizer's step."""
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = SGD([parameter], lr=0.1)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def closure() -> float:
+        inside.set()
+        assert go_on.wait(60)
+        return 0.0
+
+    thread = threading.Thread(target=lambda: optimizer.step(closure))
+    thread.start()
+    crossing = Crossing()
+    try:
+        assert inside.wait(60)
+        crossing.open()
+        crossing.close()
+        crossing.open()
+        assert thread.is_alive()
+    finally:
+        go_on.set()
+        thread.join()
+        crossing.close()
+    assert len(HOOKS) == 0
+
+
+class Derived(SGD):
+    """Calls the step of its base class, which has the hooks as well once there is an optimizer of that class."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.fixture
+def crossed() -> Iterator[tuple[Crossing, list[Optimizer]]]:
+    """A crossing, and the optimizers that have come to it."""
+    crossing, seen = Crossing(), []
+    crossing.after = seen.append
+    crossing.open()
+    yield crossing, seen
+    crossing.close()
+
+
+def test_a_step_that_calls_the_step_of_its_base_class_is_one(crossed: tuple[Crossing, list[Optimizer]]) -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    plain, derived = SGD([parameter], lr=0.1), Derived([parameter], lr=0.1)
+    derived.step()
+    plain.step()
+    assert crossed[1] == [derived, plain]
+
+
+def test_what_is_asked_for_comes_after_the_step_was_counted_and_not_for_who_has_left(
+    crossed: tuple[Crossing, list[Optimizer]],
+) -> None:
+    crossing, seen = crossed
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    asking = threading.Thread(target=lambda: done.append(crossing.ask(lambda _: len(seen), lambda: False)))
+    done: list[int] = []
+    asking.start()
+    while asking.is_alive():
+        optimizer.step()
+    assert 1 <= done[0] <= len(seen)
+
+    work: list[Optimizer] = []
+    stop = threading.Event()
+
+    def train() -> None:
+        while not stop.is_set():
+            optimizer.step()
+
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        with pytest.raises(TimeoutError):
+            crossing.ask(work.append, lambda: True)
+    finally:
+        stop.set()
+        training.join()
+    assert work == []
+
+
 def test_work_that_raises_raises_where_it_was_asked_for_and_not_into_training() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
@@ -275,6 +289,44 @@ def test_an_optimizer_that_takes_the_place_of_another_goes_on_with_the_run(watch
     assert not (tmp_path / "run-2").exists()
 
 
+def test_when_the_optimizer_that_counted_steps_no_more_another_of_several_counts(
+    watcher: Watcher, tmp_path: Path
+) -> None:
+    """Three steps of all, of which the first is needed to know them, and four of the other two."""
+    torch.manual_seed(0)
+    model = decoder()
+    one, other, *rest = model.blocks.parameters()
+    optimizers: list[Optimizer] = [SGD(part, lr=0.1) for part in (rest, [one], [other])]
+    trained(model, optimizers, 3)
+    trained(model, optimizers[1:], 4)
+    watcher.close()
+    run = attnwatch.open_run(tmp_path / "run")
+    assert run.steps.tolist() == run.scalar("loss")[0].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+class Odd(Optimizer):
+    """Neither a learning rate nor a state by parameter."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]):
+        super().__init__(parameters, {"rate": 0.01})
+        self.state["step"] = 0  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["step"] += 1  # type: ignore[index,operator]
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= parameter.grad.sign() * 0.01
+
+
+def test_an_optimizer_of_anybodys_own_kind_is_watched(watcher: Watcher, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = decoder()
+    trained(model, [Odd(model.parameters())], 4)
+    watcher.close()
+    run = attnwatch.open_run(tmp_path / "run")
+    assert run.steps.tolist() == run.scalar("loss")[0].tolist() == [1, 2, 3]
+
+
 def test_two_optimizers_of_one_model_make_one_step(watcher: Watcher, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = decoder()
@@ -314,3 +366,10 @@ def test_a_directory_that_cannot_be_written_is_named_once_and_training_goes_on(
     said = capsys.readouterr().out
     assert said.startswith("Decoder is not watched: expected ")
     assert said.count("\n") == 1
+
+
+def test_what_a_forked_copy_has_of_a_watcher_is_its_parents(watcher: Watcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Watcher, "current", watcher)
+    assert watching() is watcher
+    watcher.process += 1
+    assert watching() is None

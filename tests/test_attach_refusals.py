@@ -61,6 +61,13 @@ def test_what_is_no_python(shell: Shell) -> None:
         process.kill()
 
 
+def test_a_thread_is_no_process(shell: Shell) -> None:
+    with script(shell, "import threading; threading.Thread(target=input).start()", FOREVER) as process:
+        thread = max(int(path.name) for path in Path(f"/proc/{process.pid}/task").iterdir())
+        line = shell.refuses("attach", thread, "--unsafe")
+    assert f"found {thread} to be a thread of process {process.pid}" in line
+
+
 def test_the_process_of_another_user(shell: Shell) -> None:
     """As root or not: somebody else's."""
     if os.geteuid():
@@ -175,7 +182,8 @@ def test_a_detach_where_nothing_was_attached(shell: Shell) -> None:
 
 
 def test_options_are_checked_before_anything_is_done(shell: Shell) -> None:
-    for options in (["--every", "0"], ["--rules", "no.toml"], ["--run", ""]):
+    timeouts = [["--timeout", text] for text in ("0", "-1", "nan", "inf", "soon")]
+    for options in (["--every", "0"], ["--rules", "no.toml"], ["--run", ""], *timeouts):
         assert "expected" in shell.refuses("attach", os.getpid(), *options)
 
 
@@ -189,14 +197,34 @@ def test_the_socket_is_private(shell: Shell) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_a_directory_that_others_can_enter_is_not_used(shell: Shell) -> None:
-    """The script goes on unarmed, and says so."""
+@pytest.mark.parametrize("kind", ["others can enter it", "a link", "a link to nothing", "a file"])
+def test_a_directory_that_is_not_private_is_not_used(kind: str, shell: Shell, tmp_path: Path) -> None:
+    """The script goes on unarmed, and says so. A link may lead to a directory of the user's own: another one set it."""
     folder = Path(shell.environment["XDG_RUNTIME_DIR"], f"attnwatch-{os.geteuid()}")
-    folder.mkdir(mode=0o755)
+    match kind:
+        case "others can enter it":
+            folder.mkdir(mode=0o755)
+        case "a file":
+            folder.write_text("")
+        case _:
+            (tmp_path / "a link").mkdir(mode=0o700)
+            folder.symlink_to(tmp_path / kind)
     process = shell.start("-c", ARMED)
     said = process.communicate()[0]
     assert process.returncode == 0
     assert "not armed, so that nothing can attach: UsageError: expected a directory of your own with mode 0700" in said
+
+
+def test_a_runtime_directory_that_is_of_no_use_is_passed_over(shell: Shell, tmp_path: Path) -> None:
+    """One that is not there, is named from nowhere, or is too long for a socket: then the temporary directory."""
+    temporary = shell.environment["XDG_RUNTIME_DIR"]
+    (tmp_path / ("x" * 100)).mkdir()
+    for useless in (tmp_path / "gone", tmp_path / ("x" * 100), "here"):
+        shell.environment |= {"XDG_RUNTIME_DIR": str(useless), "TMPDIR": temporary}
+        with script(shell, ARMED, "input()", stdin=subprocess.PIPE) as process:
+            assert Path(temporary, f"attnwatch-{os.geteuid()}", f"{process.pid}.sock").exists()
+            assert "nothing watched in it" in shell.refuses("detach", process.pid)
+            process.communicate("\n")
 
 
 def test_what_a_killed_process_left_is_removed(shell: Shell) -> None:

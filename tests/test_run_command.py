@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 from tests.attaching import SCRIPT, Shell
 
 from attnwatch import open_run
+from attnwatch.monitor.attach.launched import say
 
 ASKS = '''\
 """A script that says how it was started."""
@@ -98,6 +100,88 @@ def test_the_sitecustomize_of_the_machine_is_loaded(shell: Shell, tmp_path: Path
     assert done.stdout == f"True {tmp_path / 'sitecustomize.py'}\n"
 
 
+TRAINS = f"""\
+import sys; sys.path.append({str(SCRIPT.parent)!r})
+from pathlib import Path
+from trainees import begin
+folder = Path(sys.argv[1]); folder.mkdir(); begin(*sys.argv[2:3], folder, int(sys.argv[3]))
+"""
+
+
+def trains(shell: Shell, tmp_path: Path, before: str, steps: int = 3) -> subprocess.CompletedProcess[str]:
+    """A script in a folder of its own that does something and then trains, into tmp_path/watched and tmp_path/run."""
+    (tmp_path / "own").mkdir(exist_ok=True)
+    (tmp_path / "own" / "script.py").write_text(f"{before}\n{TRAINS}")
+    options = ["--run", tmp_path / "run", "--every", 1, tmp_path / "own" / "script.py"]
+    return shell.run("run", *options, tmp_path / "watched", "plain", steps)
+
+
+def test_a_script_may_ask_for_torch_first_and_have_modules_of_our_names(shell: Shell, tmp_path: Path) -> None:
+    """Libraries look whether torch is installed before they load it. The script's own modules are the ones it gets."""
+    (tmp_path / "own").mkdir()
+    names = ("monitor", "hooks", "reports", "sitecustomize")
+    for name in names:
+        (tmp_path / "own" / f"{name}.py").write_text("own = True")
+    asks = f"import importlib.util, {', '.join(names)}\nassert importlib.util.find_spec('torch')\n"
+    done = trains(shell, tmp_path, asks + "\n".join(f"assert {name}.own" for name in names))
+    assert done.returncode == 0, done.stderr
+    assert open_run(tmp_path / "run").steps.tolist() == [1, 2]
+
+
+def test_a_library_of_ours_that_the_script_hides_is_named_and_the_script_goes_on(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "jinja2.py").write_text("")
+    done = trains(shell, tmp_path, "")
+    assert (done.returncode, (tmp_path / "watched" / "losses").read_text().count("\n")) == (0, 3)
+    assert done.stderr.startswith("attnwatch: nothing is watched: ImportError: cannot import name")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_script_whose_reader_has_left_is_watched_all_the_same(shell: Shell, tmp_path: Path) -> None:
+    """Lines of ours are lost then, and nothing is raised."""
+    done = trains(shell, tmp_path, "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 2)")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert open_run(tmp_path / "run").steps.tolist() == [1, 2]
+    assert open_run(tmp_path / "run").ended
+
+
+def test_a_script_without_a_standard_error_hears_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed = io.StringIO()
+    closed.close()
+    for nothing in (None, closed):
+        monkeypatch.setattr(sys, "stderr", nothing)
+        say("a line")
+    assert capsys.readouterr().out == ""
+
+
+def test_what_a_forked_copy_of_the_script_trains_is_not_recorded(shell: Shell, tmp_path: Path) -> None:
+    """Neither into the run of the script itself nor into one of its own."""
+    after = """
+import os
+from trainees import Decoder
+import torch
+model = Decoder()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(steps):
+    for _ in range(steps):
+        model(torch.ones(2, 5, dtype=torch.int64)).backward()
+        optimizer.step()
+train(3)
+child = os.fork()
+train(5 if child == 0 else 2)
+if child == 0:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    (tmp_path / "script.py").write_text(TRAINS.splitlines()[0] + after)
+    done = shell.run("run", "--run", tmp_path / "run", "--every", 1, tmp_path / "script.py")
+    assert done.returncode == 0, done.stderr
+    assert open_run(tmp_path / "run").scalar("loss")[0].tolist() == [1, 2, 3, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "script.py"]
+
+
 def test_workers_that_are_spawned_find_the_scripts_classes(shell: Shell, tmp_path: Path) -> None:
     """They start as without us: nothing of ours is in them."""
     (tmp_path / "spawns.py").write_text(SPAWNS)
@@ -105,7 +189,10 @@ def test_workers_that_are_spawned_find_the_scripts_classes(shell: Shell, tmp_pat
     assert (done.returncode, done.stdout) == (0, f"{[[row, 0, 0] for row in range(4)]}\n"), done.stderr
 
 
-def test_a_signal_reaches_the_script_and_what_was_recorded_is_kept(shell: Shell, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_reaches_the_script_and_what_was_recorded_is_kept(name: str, shell: Shell, tmp_path: Path) -> None:
+    """Python itself ends by SIGINT after a KeyboardInterrupt, when it has done what is to be done at the end."""
+    number = signal.Signals[name]
     folder = tmp_path / "watched"
     folder.mkdir()
     command = ["-m", "attnwatch", "run", "--run", tmp_path / "run", "--every", 1, SCRIPT, "plain", folder]
@@ -113,10 +200,11 @@ def test_a_signal_reaches_the_script_and_what_was_recorded_is_kept(shell: Shell,
     losses = folder / "losses"
     while not losses.exists() or losses.read_text().count("\n") < 6:
         assert process.poll() is None, process.communicate()[0]
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     said, _ = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGTERM
-    assert said == f"attnwatch: watching Decoder from step 1 on, every 1 steps, in {tmp_path / 'run'}\n"
+    assert process.returncode == -number
+    assert said.startswith(f"attnwatch: watching Decoder from step 1 on, every 1 steps, in {tmp_path / 'run'}\n")
+    assert open_run(tmp_path / "run").ended == (name == "SIGINT")
     assert open_run(tmp_path / "run").steps.tolist()[:4] == [1, 2, 3, 4]
 
 
@@ -124,20 +212,24 @@ def test_of_several_ranks_the_first_is_watched(shell: Shell, tmp_path: Path) -> 
     """As torchrun starts them."""
     (tmp_path / "ranks.py").write_text(
         f"import os, sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-        "from pathlib import Path\nfrom trainees import begin\n"
+        "from pathlib import Path\nfrom torch import distributed\nfrom trainees import begin\n"
+        "distributed.init_process_group('gloo')\n"
         "folder = Path(os.environ['RANK']); folder.mkdir(); begin('plain', folder, 5)\n"
+        "distributed.destroy_process_group()\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "attnwatch", "run", "-o", "run", "--every", "2", "ranks.py"]
     done = subprocess.run(command, cwd=tmp_path, env=shell.environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("attnwatch: ")]
+    run = tmp_path / "run" / "rank00000"
     assert told == [
         "attnwatch: rank 0 of 2 is watched: its share of the batch",
-        f"attnwatch: watching Decoder from step 1 on, every 2 steps, in {tmp_path / 'run'}",
-        f"attnwatch: Decoder was watched up to step 4, 0 alerts fired: {tmp_path / 'run' / 'report.html'}",
+        f"attnwatch: watching Decoder from step 1 on, every 2 steps, in {run}",
+        f"attnwatch: Decoder was watched up to step 4, 0 alerts fired: {run / 'report.html'}",
     ]
-    assert open_run(tmp_path / "run").steps.tolist() == [1, 3]
+    assert open_run(run).steps.tolist() == [1, 3]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["rank00000"]
     assert [(tmp_path / rank / "losses").read_text().count("\n") for rank in "01"] == [5, 5]
     assert not (tmp_path / "run-2").exists()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import select
 import socket
 import threading
 import time
@@ -20,6 +19,7 @@ from attnwatch.monitor.attach import wire
 LOG = logging.getLogger("attnwatch")
 
 _HASTE = 5.0  # s that a visitor has to say what it wants
+_BREATH = 0.1  # s, after what did not work
 
 
 def arm() -> None:
@@ -62,9 +62,8 @@ class Listener(threading.Thread):
     def run(self) -> None:
         try:
             while self._is_wanted():
-                if select.select([self._socket], [], [], None if self.lasting else 1.0)[0]:
-                    with self._socket.accept()[0] as visitor:
-                        self._serve(visitor)
+                if wire.is_readable(self._socket, None if self.lasting else 1.0):
+                    self._serve()
         finally:
             self._socket.close()
             self._leave()
@@ -74,27 +73,32 @@ class Listener(threading.Thread):
     def _is_wanted(self) -> bool:
         if self.lasting or time.monotonic() < self._deadline:
             return True
-        from attnwatch.monitor.attach.serving import is_watching
+        from attnwatch.monitor.attach.serving import watching
 
-        return is_watching()
+        return watching() is not None
 
-    def _serve(self, visitor: socket.socket) -> None:
-        visitor.settimeout(_HASTE)
+    def _serve(self) -> None:
         try:
-            if wire.credentials(visitor)[1] != os.geteuid():
-                return
-            request = wire.receive(visitor)
-            if request is not None:
-                self._deadline = 0.0
-                wire.send(visitor, self._answer(request, visitor))
-        except Exception as error:  # it has left, or is none of ours
+            with self._socket.accept()[0] as visitor:
+                visitor.settimeout(_HASTE)
+                if wire.credentials(visitor)[1] != os.geteuid():
+                    return
+                request = wire.receive(visitor)
+                if request is not None:
+                    self._deadline = 0.0
+                    wire.send(visitor, self._answer(request, visitor))
+        except Exception as error:  # it has left, or is none of ours; or this process has no file number to spare
             LOG.debug("attnwatch: a visitor of the socket: %s", error)
+            time.sleep(_BREATH)
 
     def _answer(self, request: dict[str, Any], visitor: socket.socket) -> dict[str, Any]:
         from attnwatch.monitor.attach import serving
 
         def has_left() -> bool:
-            return bool(select.select([visitor], [], [], 0)[0]) and not visitor.recv(1, socket.MSG_PEEK)
+            try:
+                return wire.is_readable(visitor, 0) and not visitor.recv(1, socket.MSG_PEEK)
+            except OSError:
+                return True
 
         return serving.answer(request, has_left)
 

@@ -2,11 +2,12 @@
 
 Work runs in the thread that trains, in a hook after its optimizer's step: no forward, backward or step is under way.
 torch iterates over its dictionary of such hooks while it calls them, and Python allows no change of a dictionary
-meanwhile: the hook is put on and taken off while no thread is inside an optimizer step.
+meanwhile: the hook is put on and taken off while no thread is at the end of an optimizer step, where they are called.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -21,17 +22,19 @@ from torch.utils.hooks import RemovableHandle
 AfterStep = Callable[[Optimizer], None]
 T = TypeVar("T")
 
-_PATIENCE = 30.0  # s; steps are short, or the time between them is
+_PATIENCE = 30.0  # s; hooks are short
+_STEP = Optimizer.profile_hook_step(lambda: None).__code__
 
 
 class Crossing:
-    """Calls `after` behind every optimizer step of the process, from `open` to `close`."""
+    """Calls `after` behind every optimizer step of this process, from `open` to `close`; not in forked copies of it."""
 
     def __init__(self) -> None:
         self.after: AfterStep | None = None
         self._asked: _Asked | None = None
         self._handle: RemovableHandle | None = None
         self._lock = threading.RLock()
+        self._process = os.getpid()
 
     def open(self) -> None:
         """Idempotent. Raises TimeoutError when optimizer steps leave no gap."""
@@ -45,13 +48,13 @@ class Crossing:
         # way to keep a compiled step from tracing a hook, without loading the compiler before the hook is called.
         register = import_module("torch.optim.optimizer").register_optimizer_step_post_hook
         quiet = import_module("torch._compile")._disable_dynamo(hook)
-        self._handle = _outside_of_steps(lambda: register(quiet))
+        self._handle = _between_hooks(lambda: register(quiet))
 
     def close(self) -> None:
         """Idempotent. Raises TimeoutError when optimizer steps leave no gap; the hook then stays and does nothing."""
         self.after = self._asked = None
         if self._handle is not None:
-            _outside_of_steps(self._handle.remove)
+            _between_hooks(self._handle.remove)
             self._handle = None
 
     def ask(self, work: Callable[[Optimizer], T | None], given_up: Callable[[], bool]) -> T:
@@ -59,12 +62,11 @@ class Crossing:
 
         Raises what it raises, and TimeoutError when it was given up before.
         """
-        asked = self._asked = _Asked(work)
-        while not asked.done.wait(0.02):
-            if given_up():
-                with self._lock:  # not while it is at work
-                    self._asked = None
-                break
+        asked = self._asked = _Asked(work, given_up)
+        while not asked.done.wait(0.02) and not given_up():
+            pass
+        with self._lock:  # not while it is at work
+            self._asked = None
         if asked.error is not None:
             raise asked.error
         if asked.answer is None:
@@ -73,23 +75,26 @@ class Crossing:
         return answer
 
     def _crossed(self, optimizer: Optimizer) -> None:
+        if os.getpid() != self._process or _is_inner(optimizer):
+            return
         with self._lock:
-            if self._asked is not None:
-                if self._asked.carry_out(optimizer):
-                    self._asked = None
-            elif self.after is not None:
+            if self.after is not None:
                 self.after(optimizer)
+            if self._asked is not None and self._asked.carry_out(optimizer):
+                self._asked = None
 
 
 class _Asked:
-    def __init__(self, work: Callable[[Optimizer], Any]):
-        self._work = work
+    def __init__(self, work: Callable[[Optimizer], Any], given_up: Callable[[], bool]):
+        self._work, self._given_up = work, given_up
         self.done = threading.Event()
         self.answer: Any = None
         self.error: Exception | None = None
 
     def carry_out(self, optimizer: Optimizer) -> bool:
-        """Whether it is done; what it raises is for the one who asked."""
+        """Whether it is done; what it raises is for the one who asked. Not for one who has left meanwhile."""
+        if self._given_up():
+            return False
         try:
             self.answer = self._work(optimizer)
         except Exception as error:
@@ -100,20 +105,32 @@ class _Asked:
         return True
 
 
-def _outside_of_steps(change: Callable[[], T]) -> T:
+def _between_hooks(change: Callable[[], T]) -> T:
     """A thread that has just begun to run goes on for milliseconds: nothing begins between look and change."""
     end = time.monotonic() + _PATIENCE
-    while _stepping():
+    while True:
+        time.sleep(0.001)
+        if not any(map(_calls_hooks, _steps_under_way())):
+            return change()
         if time.monotonic() > end:
             raise TimeoutError(f"optimizer steps left no gap in {_PATIENCE:g} s")
-        time.sleep(0.001)
-    return change()
 
 
-def _stepping() -> bool:
-    """Whether some thread is inside the function that torch puts around every optimizer's step."""
-    code = Optimizer.profile_hook_step(lambda: None).__code__
-    return any(at.f_code is code for frame in sys._current_frames().values() for at in callers(frame))
+def _steps_under_way() -> Iterator[FrameType]:
+    """Of all threads: the function that torch puts around every optimizer's step, which calls the hooks."""
+    for frame in sys._current_frames().values():
+        yield from (at for at in callers(frame) if at.f_code is _STEP)
+
+
+def _calls_hooks(step: FrameType) -> bool:
+    """Whether the step proper is done. It may take as long as training: some trainers do it all in its closure."""
+    return "out" not in _STEP.co_varnames or "out" in step.f_locals
+
+
+def _is_inner(optimizer: Optimizer) -> bool:
+    """Whether this is the step of a base class within the optimizer's own, which comes to its hooks too."""
+    own = (at for at in callers(sys._getframe()) if at.f_code is _STEP and at.f_locals.get("self") is optimizer)
+    return sum(1 for _ in own) > 1
 
 
 def callers(frame: FrameType | None) -> Iterator[FrameType]:

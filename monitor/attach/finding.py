@@ -12,7 +12,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from attnwatch.hooks import sites
@@ -31,7 +33,7 @@ class Trained(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return _size(self.model)[0]
 
     @property
     def has_attention(self) -> bool:
@@ -48,7 +50,8 @@ class Found(NamedTuple):
 def find() -> Found:
     """Models that an optimizer trains, the largest first. Call it between two steps."""
     objects = _live(nn.Module, Optimizer, torch.amp.GradScaler, Monitor)
-    modules = [x for x in objects if isinstance(x, nn.Module)]
+    # A module whose class forgot, or has not yet reached, the constructor has none of the attributes of one.
+    modules = [x for x in objects if isinstance(x, nn.Module) and "_modules" in vars(x)]
     # Wrappers as Accelerate's are optimizers by class only: their steps call the step of the real one.
     optimizers = [x for x in objects if isinstance(x, Optimizer) and "_optimizer_step_post_hooks" in vars(x)]
     scaled = any(isinstance(x, torch.amp.GradScaler) and x.is_enabled() for x in objects)
@@ -92,7 +95,7 @@ def trained_models(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     The model is the outermost module, except that of several which lie apart in one (a generator and its
     discriminator) each that holds attention is a model of its own.
     """
-    children = {id(child) for module in modules for child in module.children()}
+    children = {id(child) for module in modules for child in module._modules.values()}
     roots = [module for module in modules if id(module) not in children]
     homes: dict[int, tuple[nn.Module, list[Optimizer]]] = {}
     for optimizer in optimizers:
@@ -105,7 +108,11 @@ def trained_models(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 
 def parameters_of(optimizer: Optimizer) -> dict[int, int]:
     """Sizes by id."""
-    return {id(x): x.numel() for group in optimizer.param_groups for x in group["params"]}
+    return {id(x): _numel(x) for group in optimizer.param_groups for x in group["params"]}
+
+
+def _numel(parameter: Tensor) -> int:
+    return 0 if is_lazy(parameter) else parameter.numel()
 
 
 def _within(module: nn.Module, wanted: dict[int, int]) -> int:
@@ -114,14 +121,15 @@ def _within(module: nn.Module, wanted: dict[int, int]) -> int:
 
 
 def _size(module: nn.Module) -> tuple[int, int]:
-    return sum(x.numel() for x in module.parameters()), sum(1 for _ in module.modules())
+    return sum(map(_numel, module.parameters())), sum(1 for _ in module.modules())
 
 
 def _home(roots: Sequence[nn.Module], wanted: dict[int, int]) -> nn.Module | None:
-    """The root that holds most of these parameters, and of several the smallest."""
+    """The root that holds most of these parameters, and of several the smallest; rather not what a compiler made."""
     held = [(root, _within(root, wanted)) for root in roots]
     most = max((count for _, count in held), default=0)
-    return min((root for root, count in held if count == most), key=_size) if most else None
+    best = [root for root, count in held if count == most]
+    return min(best, key=lambda root: (isinstance(root, GraphModule), _size(root))) if most else None
 
 
 def _apart(root: nn.Module, optimizers: list[Optimizer]) -> list[Trained]:
@@ -143,11 +151,17 @@ def _apart(root: nn.Module, optimizers: list[Optimizer]) -> list[Trained]:
 
 
 def _part(root: nn.Module, optimizer: Optimizer) -> nn.Module:
-    """The smallest module inside the root with all of the optimizer's parameters that the root has."""
+    """The smallest module inside the root with all of the optimizer's parameters that the root has.
+
+    Modules in a list are layers of one model, also where each has an optimizer of its own: the list is the smallest.
+    """
     wanted = parameters_of(optimizer)
     most = _within(root, wanted)
     part = root
-    while (inner := next((x for x in part.children() if _within(x, wanted) == most), None)) is not None:
+    while not isinstance(part, nn.ModuleList | nn.Sequential):
+        inner = next((x for x in part.children() if _within(x, wanted) == most), None)
+        if inner is None:
+            break
         part = inner
     return part
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -24,13 +26,16 @@ from urllib.parse import unquote, urlparse
 
 import attnwatch
 from attnwatch.monitor.attach import wire
-from attnwatch.monitor.attach.process import Target, is_alive
+from attnwatch.monitor.attach.process import TRACED, Target, is_alive
 from attnwatch.monitor.sample import UsageError
 
 UNSAFE = (
     "stops process {pid} for about a second and has a debugger write into it; if you accept that, add --unsafe "
     "(without it: attnwatch.arm() in the trainer, or Python 3.14)"
 )
+
+_GDB = 120.0  # s that gdb may take, on a busy machine
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 _CODE = """\
 def begin():
@@ -55,8 +60,20 @@ __import__("_thread").start_new_thread(begin, ())
 """
 """Begins a thread and nothing else: the main thread may stand anywhere, with locks held that Python code takes."""
 
-_LINE = '(lambda p: p.exists() and exec(p.read_text(), {{}}))(__import__("pathlib").Path({path!r}))\0'
-"""What the interpreter is given. When the file is gone, because nobody waits any more, it does nothing."""
+_THREAD = """\
+import contextlib, pathlib
+with contextlib.suppress(FileNotFoundError):
+    exec(pathlib.Path({path!r}).read_text(), {{}})
+"""
+"""When the file is gone, because nobody waits any more, it does nothing."""
+
+_LINE = """\
+try:
+    __import__("_thread").start_new_thread(exec, ({thread!r}, {{}}))
+except BaseException:
+    pass
+\0"""
+"""What the interpreter is given for its main thread. It must not fail: that would raise a SystemError there."""
 
 
 def inject(target: Target, patience: float, unsafe: bool) -> socket.socket:
@@ -76,7 +93,7 @@ def inject(target: Target, patience: float, unsafe: bool) -> socket.socket:
             if failure.exists() and (text := failure.read_text()).endswith("}"):
                 raise UsageError(_failed(json.loads(text)))
             if not is_alive(target.pid):
-                raise UsageError(f"expected a running process, found that {target.pid} has ended meanwhile")
+                raise UsageError(_ENDED.format(pid=target.pid))
             time.sleep(0.02)
     raise UsageError(
         f"expected process {target.pid} to run Python code, found none in {patience:g} s: its main thread is in C "
@@ -110,7 +127,7 @@ def _staged(target: Target, directory: Path, patience: float) -> Iterator[tuple[
     name = f"{target.pid}-{secrets.token_hex(8)}"
     code, failure = directory / f"{name}.py", directory / f"{name}.json"
     filled = _CODE.format(
-        until=time.time() + patience, directory=str(directory), seconds=patience, failure=str(failure)
+        until=time.time() + _GDB + patience, directory=str(directory), seconds=patience, failure=str(failure)
     )
     code.write_text(filled)
     code.chmod(0o600)
@@ -133,6 +150,8 @@ def _remote_exec(target: Target, code: Path) -> None:
         ) from None
 
 
+_ENDED = "expected a running process, found that {pid} has ended meanwhile"
+
 _NOT_ALLOWED = (
     "expected to be allowed to debug process {pid}, found {found}; in a container add the capability SYS_PTRACE, on a "
     "host see /proc/sys/kernel/yama/ptrace_scope"
@@ -141,7 +160,7 @@ _NOT_ALLOWED = (
 
 def _pending_call(target: Target, code: Path) -> None:
     line = code.with_suffix(".line")
-    line.write_text(_LINE.format(path=str(code)))
+    line.write_text(_LINE.format(thread=_THREAD.format(path=str(code))))
     steps = [
         "sharedlibrary libpython",
         "sharedlibrary libc.so",
@@ -153,21 +172,41 @@ def _pending_call(target: Target, code: Path) -> None:
     quiet = ["set auto-solib-add off", "set auto-load no", "set debuginfod enabled off", "set confirm off"]
     command = ["gdb", "-nx", "-batch", *(part for text in quiet for part in ("-iex", text)), "-p", str(target.pid)]
     try:
-        done = subprocess.run(
-            [*command, *(part for text in steps for part in ("-ex", text))],
-            capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, env={**os.environ, "LC_ALL": "C"},
-        )  # fmt: skip
+        with _undisturbed():
+            done = subprocess.run(
+                [*command, *(part for text in steps for part in ("-ex", text))],
+                capture_output=True, text=True, timeout=_GDB, stdin=subprocess.DEVNULL,
+                env={**os.environ, "LC_ALL": "C"},
+            )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise UsageError("expected gdb to be done in 120 s, found it still at work; look at the process") from None
+        raise UsageError(
+            f"expected gdb to be done in {_GDB:g} s, found it still at work; look at the process"
+        ) from None
     finally:
         line.unlink(missing_ok=True)
     said = done.stdout + done.stderr
     if "$1 = 0" in said:
         return
+    if not is_alive(target.pid):
+        raise UsageError(_ENDED.format(pid=target.pid))
+    other = re.search(r"already traced by process (\d+)", said)
+    if other is not None:
+        raise UsageError(TRACED.format(pid=target.pid, tracer=other[1]))
     if "Operation not permitted" in said:
         raise UsageError(_NOT_ALLOWED.format(pid=target.pid, found="Operation not permitted"))
     last = " ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-1:])
     raise UsageError(f"expected gdb to reach the interpreter of process {target.pid}, found: {last[:200]}")
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C and the like come when gdb is done, also to gdb: cut off in the middle of a call it would leave the
+    process there, and end it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _failed(found: dict[str, object]) -> str:

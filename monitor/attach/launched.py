@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import importlib.util
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -45,32 +44,26 @@ def begin() -> None:
         os.environ["PYTHONPATH"] = asked["path"]
     sys.path[:] = [path for path in sys.path if Path(path) != STARTUP]
     if asked["process"] == os.getpid():
-        sys.meta_path.insert(0, AfterImport("torch", lambda: _watch(asked["wanted"])))
+        sys.meta_path.insert(0, AfterImport("torch", lambda: _safely(_watch, asked["wanted"])))
         atexit.register(_say_if_nothing, os.getpid())
-    _load_hidden("sitecustomize")
+    # Where there is none, the ImportError tells Python that, as ever, and has it forget ours.
+    del sys.modules["sitecustomize"]
+    importlib.import_module("sitecustomize")
 
 
-def _load_hidden(name: str) -> None:
-    ours = sys.modules.pop(name)
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        sys.modules[name] = ours  # the import of ours, which is under way, wants to find it
-        if error.name != name:
-            raise
-
-
-class AfterImport(MetaPathFinder):
-    """Calls back once, when a module has been loaded."""
+class AfterImport:
+    """Calls back once, when a module has been loaded. Many only ask where it is, to know whether it is installed."""
 
     def __init__(self, name: str, call: Callable[[], None]):
         self._name, self._call = name, call
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
         if name != self._name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        asked = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((found for found in asked if found is not None), None)
         loader: Any = spec.loader if spec is not None else None
         if loader is None:
             return spec
@@ -79,10 +72,20 @@ class AfterImport(MetaPathFinder):
         def load_and_call(module: ModuleType) -> None:
             del loader.exec_module
             load(module)
+            sys.meta_path.remove(self)
             self._call()
 
         loader.exec_module = load_and_call
         return spec
+
+
+def _safely(work: Callable[..., None], *arguments: Any) -> None:
+    """Nothing of ours raises into the script: a library that it shadows or lacks, say."""
+    try:
+        work(*arguments)
+    except Exception as error:
+        atexit.unregister(_say_if_nothing)
+        say(f"nothing is watched: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def _watch(wanted: dict[str, Any]) -> None:
@@ -92,6 +95,10 @@ def _watch(wanted: dict[str, Any]) -> None:
     crossing = Crossing()
 
     def first_step(optimizer: Any) -> None:
+        crossing.after = None
+        _safely(begin_with, optimizer)
+
+    def begin_with(optimizer: Any) -> None:
         from attnwatch.monitor.attach.wanted import Wanted
         from attnwatch.monitor.attach.watcher import Watcher
 
@@ -115,4 +122,7 @@ def _say_if_nothing(process: int) -> None:
 
 
 def say(line: str) -> None:
-    print(f"attnwatch: {line}", file=sys.stderr, flush=True)
+    """On the script's standard error, if it has one that works."""
+    if sys.stderr is not None:
+        with suppress(Exception):
+            print(f"attnwatch: {line}", file=sys.stderr, flush=True)

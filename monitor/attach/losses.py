@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-import operator
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
+
+LOG = logging.getLogger("attnwatch")
 
 
 class Losses:
@@ -19,7 +21,9 @@ class Losses:
     """
 
     def __init__(self) -> None:
-        self._seen: list[Tensor] = []
+        self._sum: Tensor | None = None
+        self._is_whole = True
+        self._is_taken = False
         self._replaced: Any = None
         self._ours: Any = None
 
@@ -42,15 +46,22 @@ class Losses:
         """Idempotent. Under a function that somebody else has put around it since, ours stays and notes nothing."""
         if torch.autograd.backward is self._ours:
             torch.autograd.backward = self._replaced
-        self._ours = None
-        self._seen = []
+        self._ours = self._sum = None
 
     def take(self) -> Tensor | None:
-        """The sum since the last call, 0-d and detached; None when there was none."""
-        seen, self._seen = self._seen, []
-        return functools.reduce(operator.add, seen) if seen else None
+        """The sum, 0-d and detached; None when there was none, or a part of it is unknown. A new one begins with the
+        next loss: optimizers that step one after the other have the same."""
+        self._is_taken = True
+        return self._sum if self._is_whole else None
 
     def _note(self, tensors: object) -> None:
-        if isinstance(tensors, Tensor) and tensors.numel() == 1:
-            # A copy: a trainer may go on to compute in its tensor.
-            self._seen.append(tensors.detach().reshape(()).clone())
+        if self._is_taken:
+            self._sum, self._is_whole, self._is_taken = None, True, False
+        try:
+            if isinstance(tensors, Tensor) and tensors.numel() == 1:
+                # A copy: a trainer may go on to compute in its tensor.
+                loss = tensors.detach().reshape(()).clone()
+                self._sum = loss if self._sum is None else self._sum + loss.to(self._sum.device)
+        except Exception as error:  # tensors of other people's kinds
+            self._is_whole = False
+            LOG.debug("attnwatch: a loss that cannot be read: %s: %s", type(error).__name__, error)

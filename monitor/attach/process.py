@@ -24,7 +24,7 @@ def target(pid: int) -> Target:
         raise UsageError("expected Linux, whose /proc tells of processes, found none; watch from the trainer itself")
     try:
         status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
-        state, tracer = status["State"].strip(), int(status["TracerPid"])
+        state, tracer, whole = status["State"].strip(), int(status["TracerPid"]), int(status["Tgid"])
         uid = int(status["Uid"].split()[1])  # the effective one
         if state.startswith("Z"):
             raise UsageError(
@@ -37,13 +37,16 @@ def target(pid: int) -> Target:
         raise UsageError(
             f"expected a running process, found no process {pid}; it has ended, or lives in another container"
         ) from None
+    if whole != pid:
+        raise UsageError(f"expected a process, found {pid} to be a thread of process {whole}")
     if tracer:
-        raise UsageError(
-            f"expected a process that nobody debugs, found {pid} traced by process {tracer}; end that first"
-        )
+        raise UsageError(TRACED.format(pid=pid, tracer=tracer))
     if state[:1] in "Tt":
         raise UsageError(f"expected a process that runs, found {pid} stopped; let it go on: kill -CONT {pid}")
     return Target(pid, python)
+
+
+TRACED = "expected a process that nobody debugs, found {pid} traced by process {tracer}; end that first"
 
 
 def is_alive(pid: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import sys
 import time
@@ -17,15 +18,18 @@ from attnwatch.monitor.sample import UsageError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from attnwatch.monitor.attach.watcher import Watcher
+
 LOG = logging.getLogger("attnwatch")
 
 GivenUp = Callable[[], bool]
 
 
-def is_watching() -> bool:
-    """Whether something is watched in this process that `detach` can end."""
+def watching() -> Watcher | None:
+    """What watches in this process, and `detach` can end. What a forked copy has of it is its parent's."""
     module = sys.modules.get("attnwatch.monitor.attach.watcher")
-    return module is not None and module.Watcher.current is not None
+    watcher: Watcher | None = module.Watcher.current if module is not None else None
+    return watcher if watcher is not None and watcher.process == os.getpid() else None
 
 
 def answer(request: dict[str, Any], has_left: Callable[[], bool]) -> dict[str, Any]:
@@ -94,8 +98,9 @@ def _attach(wanted: Wanted, given_up: GivenUp) -> dict[str, Any]:
     from attnwatch.monitor.attach.crossing import Crossing
     from attnwatch.monitor.attach.watcher import Watcher
 
-    if Watcher.current is not None:
-        runs = ", ".join(str(each.monitor.run) for each in Watcher.current.watched if each.monitor is not None)
+    present = watching()
+    if present is not None:
+        runs = ", ".join(str(each.monitor.run) for each in present.watched if each.monitor is not None)
         raise UsageError(f"expected a process that is not watched, found it watched in {runs}; detach first")
     told: list[str] = []
     watcher = Watcher(wanted, told.append, Crossing())
@@ -125,12 +130,11 @@ def _attach(wanted: Wanted, given_up: GivenUp) -> dict[str, Any]:
 
 
 def _detach(given_up: GivenUp) -> dict[str, Any]:
-    if not is_watching():
+    watcher = watching()
+    if watcher is None:
         raise UsageError("expected a process that attnwatch was attached to, found nothing watched in it")
     from attnwatch.monitor.attach.watcher import Watcher, ended
 
-    watcher = Watcher.current
-    assert watcher is not None
     were = watcher.crossing.ask(lambda _: (watcher.close(),), given_up)[0]
     Watcher.current = None
     watcher.crossing.close()

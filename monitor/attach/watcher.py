@@ -7,10 +7,11 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from attnwatch.monitor.attach.crossing import Crossing
@@ -31,24 +32,25 @@ SCALED = "the loss is not recorded: a GradScaler multiplies it before backward()
 class Watched:
     """A model that is watched, or will be from the next step of its clock.
 
-    clock: the optimizer whose steps are counted. since: another one of this model that has stepped after it.
-    step: the newest finished one.
+    clock: the optimizer whose steps are counted. since: the others of this model that have stepped after it.
+    step: the newest finished one. loss: the newest one; a step without a backward has none.
     """
 
     model: nn.Module
     clock: weakref.ref[Optimizer]
-    since: weakref.ref[Optimizer] | None = None
+    since: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     monitor: Monitor | None = None
     step: int = 0
+    loss: Tensor | None = None
 
     def ticks(self, optimizer: Optimizer) -> bool:
         """Whether a step of this optimizer counts. One that steps twice while the clock stands is the new clock."""
-        if self.clock() is not optimizer and self.since is not None and self.since() is optimizer:
-            self.clock = self.since
+        if optimizer in self.since:
+            self.clock = weakref.ref(optimizer)
         if self.clock() is optimizer:
-            self.since = None
+            self.since.clear()
             return True
-        self.since = weakref.ref(optimizer)
+        self.since.add(optimizer)
         return False
 
 
@@ -71,7 +73,7 @@ class Watcher:
         self._scaled = False
         self._of: weakref.WeakKeyDictionary[Optimizer, Watched | None] = weakref.WeakKeyDictionary()
         self._losses = Losses()
-        self._process = os.getpid()
+        self.process = os.getpid()
 
     # --- behind every step, in the thread that trains -----------------------------------------------------------------
 
@@ -89,11 +91,9 @@ class Watcher:
         """A step of this optimizer is done. Raises what `watch` raises."""
         if optimizer not in self._of:
             self._look(optimizer)
-        watched = self._of[optimizer]
-        if watched is None:
-            self._losses.take()  # it was the loss of another model
-        elif watched.ticks(optimizer):
-            self._count(watched, optimizer)
+        watched, loss = self._of[optimizer], self._losses.take()
+        if watched is not None and watched.ticks(optimizer):
+            self._count(watched, optimizer, loss)
 
     def after(self, optimizer: Optimizer) -> None:
         """`follow` that never raises into training: what this optimizer trains stays unwatched when it fails."""
@@ -128,19 +128,21 @@ class Watcher:
             self.watched.remove(untrained)
             self.tell(ended(untrained))
 
-    def _count(self, watched: Watched, optimizer: Optimizer) -> None:
-        loss = self._losses.take()
+    def _count(self, watched: Watched, optimizer: Optimizer, loss: Tensor | None) -> None:
         if watched.monitor is None:
             self._begin(watched, optimizer)
             return
         watched.step += 1
-        scalars: dict[str, Any] = {"lr": rate(optimizer)}
-        if loss is not None and not self._scaled:
-            scalars["loss"] = loss
+        scalars: dict[str, Any] = {"lr": rate(optimizer)} if "lr" in optimizer.param_groups[0] else {}
+        if loss is not None and loss is not watched.loss and not self._scaled:
+            scalars["loss"] = watched.loss = loss
         watched.monitor.step(watched.step, **scalars)
 
     def _begin(self, watched: Watched, optimizer: Optimizer) -> None:
         if not self.begun:
+            # Loaded at the end, its dataclasses, which are code from strings, would have Python forget that a
+            # KeyboardInterrupt ended the script, and with it the exit code.
+            import_module("attnwatch.reports.html")
             atexit.register(self._at_exit)
         port = self.wanted.prometheus
         watched.monitor = watch(
@@ -175,7 +177,7 @@ class Watcher:
         return watched
 
     def _at_exit(self) -> None:
-        if os.getpid() == self._process:
+        if os.getpid() == self.process:
             for each in self.close():
                 self.tell(ended(each))
 
@@ -209,8 +211,9 @@ def _clock(optimizers: Sequence[Optimizer], stepping: Optimizer) -> Optimizer:
 
 def steps_done(optimizer: Optimizer) -> int:
     """As the optimizer counts them (Adam and its kin do); else 1, the one that has just been done."""
-    counts = (state["step"] for state in optimizer.state.values() if "step" in state)
-    return max(1, int(next(counts, 1)))
+    counts = (state.get("step") for state in optimizer.state.values() if isinstance(state, dict))
+    counted = next((x for x in counts if isinstance(x, int) or (isinstance(x, Tensor) and x.numel() == 1)), 1)
+    return max(1, int(counted))
 
 
 def numbered(found: Sequence[Trained]) -> tuple[str, ...]:

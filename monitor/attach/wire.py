@@ -8,29 +8,43 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import stat
 import struct
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from attnwatch.monitor.sample import UsageError
 
 LONGEST = 2**20  # bytes of a line
+_LONGEST_PATH = 107  # bytes: what the kernel takes for a socket
+_HIGHEST_PID = 2**22
 
 
 def private_directory() -> Path:
     """The user's own directory for sockets, made if need be. Raises UsageError when it is not private."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    path = Path(base) / f"attnwatch-{os.geteuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
+    path = _own_directory()
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise UsageError(
             f"expected a directory of your own with mode 0700, found {path}; remove it or set XDG_RUNTIME_DIR"
         )
     return path
+
+
+def _own_directory() -> Path:
+    """In the runtime directory, where it is of use: shells of another user often name one that is not there."""
+    name = f"attnwatch-{os.geteuid()}"
+    for base in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir()):
+        longest = socket_path(Path(base, name), _HIGHEST_PID)
+        if os.path.isabs(base) and os.path.isdir(base) and len(os.fsencode(longest)) <= _LONGEST_PATH:
+            return Path(base, name)
+    return Path("/tmp", name)
 
 
 def socket_path(directory: Path, pid: int) -> Path:
@@ -91,6 +105,13 @@ def credentials(peer: socket.socket) -> tuple[int, int]:
     """(pid, uid) of the other side, by the kernel."""
     pid, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return pid, uid
+
+
+def is_readable(peer: socket.socket, seconds: float | None) -> bool:
+    """Waits so long that there is something to read, the other side's end too; None: for ever."""
+    poll = select.poll()  # select.select takes no file number above 1023
+    poll.register(peer, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else seconds * 1000))
 
 
 def send(peer: socket.socket, data: dict[str, Any]) -> None:

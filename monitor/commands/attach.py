@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -28,8 +30,15 @@ def add(commands: Any) -> None:
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for the process's next step (60)"
+        "--timeout", type=_seconds, default=60.0, metavar="S", help="seconds to wait for the process's next step (60)"
     )
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) < 1e6:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected seconds, more than 0 and less than 1e6, found {text}")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,7 +52,11 @@ def run(options: argparse.Namespace) -> int:
     process = target(options.pid)
     peer = wire.connect(options.pid) or inject(process, options.timeout, options.unsafe)
     with peer:
-        reply = ask(peer, "look" if options.dry_run else "attach", options.timeout, wanted=asked)
+        try:
+            reply = ask(peer, "look" if options.dry_run else "attach", options.timeout, wanted=asked)
+        except KeyboardInterrupt:
+            print(f"attnwatch: should it be watched by now: attnwatch detach {options.pid}", file=sys.stderr)
+            raise
     print(f"process {options.pid}: {reply['versions']}")
     for line in reply["found"]:
         print(f"  {line}")
