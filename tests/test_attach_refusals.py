@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.attaching import SCRIPT, Shell
+from tests.attaching import COMMAND, SCRIPT, Shell
 
 import attnwatch
 
@@ -62,7 +62,8 @@ def test_what_is_no_python(shell: Shell) -> None:
 
 
 def test_a_thread_is_no_process(shell: Shell) -> None:
-    with script(shell, "import threading; threading.Thread(target=input).start()", FOREVER) as process:
+    waits = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    with script(shell, waits, FOREVER) as process:
         thread = max(int(path.name) for path in Path(f"/proc/{process.pid}/task").iterdir())
         line = shell.refuses("attach", thread, "--unsafe")
     assert f"found {thread} to be a thread of process {process.pid}" in line
@@ -122,6 +123,31 @@ def test_a_process_that_is_debugged(program: Callable[[str], str], shell: Shell,
         wait_for(lambda: f"TracerPid:\t{gdb.pid}" in Path(f"/proc/{process.pid}/status").read_text(), "gdb")
         assert f"traced by process {gdb.pid}" in shell.refuses("attach", process.pid, "--unsafe")
         gdb.communicate(b"detach\nquit\n")
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.05, 0.1, 0.15])
+def test_who_attaches_may_change_their_mind_while_the_debugger_is_at_work(
+    moment: float, program: Callable[[str], str], shell: Shell, tmp_path: Path
+) -> None:
+    """Ctrl-C reaches all processes of a terminal, gdb too: it must not leave the process in the middle of a call."""
+    program("gdb")
+    until = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'stop')!r}): time.sleep(0.01)"
+    with script(shell, f"{until}\nprint('done')") as process:
+        status = Path(f"/proc/{process.pid}/status")
+        attach = [COMMAND, "attach", str(process.pid), "--unsafe", "--run", str(tmp_path / "run")]
+        attaching = subprocess.Popen(
+            attach, env=shell.environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        while "TracerPid:\t0" in status.read_text():
+            assert attaching.poll() is None
+        time.sleep(moment)  # of gdb's work, which takes about 0.2 s
+        os.killpg(attaching.pid, signal.SIGINT)
+        _, said = attaching.communicate(timeout=120)
+        assert attaching.returncode == 130, said
+        assert "TracerPid:\t0" in status.read_text()
+        (tmp_path / "stop").touch()
+        assert process.communicate(timeout=60)[0] == "done\n"
+        assert process.returncode == 0
 
 
 def test_a_python_that_lacks_attnwatch_is_told_how_to_install_it(program: Callable[[str], str], shell: Shell) -> None:
