@@ -40,6 +40,7 @@ def train(out: Path, steps: int, way: str) -> None:
     from attnwatch.monitor.demo import BATCH, CONTEXT, Decoder, one_thread
 
     one_thread()
+    sys.setswitchinterval(1e-4)  # s; else each operator of torch, which hands the lock over, waits 5 ms to have it back
     if way == "armed":
         arm()
     torch.manual_seed(0)

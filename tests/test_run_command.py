@@ -157,7 +157,8 @@ def test_a_script_without_a_standard_error_hears_nothing(
 
 
 def test_what_a_forked_copy_of_the_script_trains_is_not_recorded(shell: Shell, tmp_path: Path) -> None:
-    """Neither into the run of the script itself nor into one of its own."""
+    """Neither into the run of the script itself nor into one of its own; it may be forked before or after the first
+    step."""
     after = """
 import os
 from trainees import Decoder
@@ -168,12 +169,16 @@ def train(steps):
     for _ in range(steps):
         model(torch.ones(2, 5, dtype=torch.int64)).backward()
         optimizer.step()
+def train_in_a_copy(steps):
+    child = os.fork()
+    if child == 0:
+        train(steps)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+train_in_a_copy(4)
 train(3)
-child = os.fork()
-train(5 if child == 0 else 2)
-if child == 0:
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
+train_in_a_copy(5)
+train(2)
 """
     (tmp_path / "script.py").write_text(TRAINS.splitlines()[0] + after)
     done = shell.run("run", "--run", tmp_path / "run", "--every", 1, tmp_path / "script.py")

@@ -67,7 +67,7 @@ def _load() -> None:
     """What work at a crossing needs, so that training does not wait for it."""
     if "torch" not in sys.modules:
         raise UsageError("expected a process that trains with torch, found none loaded in it; wait until it trains")
-    for name in ("torch._dynamo", "attnwatch.monitor.watching"):
+    for name in ("torch._dynamo", "attnwatch.monitor.watching", "attnwatch.reports.html"):
         import_module(name)
 
 
