@@ -6,7 +6,8 @@ call and the projections behind q and k were proved; *logits_only* when the weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,9 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from attnwatch.hooks import weights
+from attnwatch.hooks.maps import Gram
+from attnwatch.hooks.precision import full_precision
 from attnwatch.hooks.proof import reconstruct, score_scale, tolerance
-from attnwatch.hooks.spectrum import BOUND, SPECTRUM, spectrum
-from attnwatch.hooks.statistics import ATTENTION, finish
+from attnwatch.hooks.spectrum import BOUND, SPECTRUM, Factors, factors, spectra
+from attnwatch.hooks.statistics import ATTENTION, MAP_RANK, add_ranks, finish
 from attnwatch.hooks.tap import Seen
 from attnwatch.hooks.update import UPDATE, Kept, change, keep, reader
 
@@ -63,17 +66,20 @@ class Layer:
 class Draft:
     """What one layer gave in this step, still on the device.
 
-    spectrum `[S, H]`, error `[]` (of the layer's output, or of c q.k against hand-written scores) and bound `[H]` are
-    there only if the weights were looked at. kept: these weights, until the optimizer's step is done.
+    grams and factors wait for their eigenvalues, by which `solve` completes pair and makes spectrum `[S, H]`. factors,
+    error `[]` (of the layer's output, or of c q.k against hand-written scores) and bound `[H]` are there only if the
+    weights were looked at. kept: these weights, until the optimizer's step is done.
     """
 
     pair: tuple[Tensor, Tensor]
+    grams: list[Gram]
     looked: bool
     by_hand: bool
     dropped: bool
     named: str  # what named the weights, "" where they are to be proved
     folded: bool
     sides: dict[str, weights.Side]
+    factors: Factors | None = None
     spectrum: Tensor | None = None
     error: Tensor | None = None
     bound: Tensor | None = None
@@ -81,6 +87,11 @@ class Draft:
     packed_by: str = ""
     channels: bool = False
     kept: Kept | None = None
+
+    def give_up(self) -> None:
+        """Eigenvalues could not be had: map rank and spectrum stay unknown."""
+        self.grams, self.factors = [], None
+        self.pair[1][MAP_RANK] = 0
 
     def compare(self) -> None:
         """After the optimizer's step: what it did to the weights joins the spectrum `[S + U, H]`."""
@@ -95,13 +106,53 @@ class Draft:
         return [*self.pair, *optional, *(side.errors for side in self.sides.values())]
 
 
+def solve(drafts: Sequence[Draft]) -> None:
+    """Eigenvalues of all layers together. The host waits for the device."""
+    add_ranks([(made.pair, made.grams) for made in drafts])
+    for made in drafts:
+        made.grams = []
+    waiting = [(made, made.factors) for made in drafts if made.factors is not None]
+    for (made, _), found in zip(waiting, spectra([each for _, each in waiting]), strict=True):
+        made.factors, made.spectrum = None, found
+
+
+def complete(drafts: Mapping[str, Draft], failed: Callable[[str, Exception], None]) -> None:
+    """After the optimizer's step: what `Draft.parts` still lacks. A layer that cannot be completed is said to have
+    `failed`; the others are."""
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        for device in {made.pair[0].device for made in drafts.values()}:
+            stack.enter_context(full_precision(device))
+        try:
+            solve(list(drafts.values()))
+        except Exception:  # of one layer, perhaps
+            for name, made in drafts.items():
+                try:
+                    solve([made])
+                except Exception as error:
+                    failed(name, error)
+                    made.give_up()
+        for name, made in drafts.items():
+            try:
+                made.compare()
+            except Exception as error:
+                failed(name, error)
+                made.kept = None
+                made.compare()
+
+
 def draft(
-    seen: Seen, pair: tuple[Tensor, Tensor], sides: dict[str, weights.Side], look: bool, layer: Layer, module: nn.Module
+    seen: Seen,
+    pair: tuple[Tensor, Tensor],
+    grams: list[Gram],
+    sides: dict[str, weights.Side],
+    look: bool,
+    layer: Layer,
+    module: nn.Module,
 ) -> Draft:
     """Take from a call of `module` what proofs and spectrum need, with autocast off. No host synchronisation."""
     attention = seen.attention
     by_hand = attention.scores is not None
-    made = Draft(pair, look, by_hand, seen.dropped, seen.source if seen.weights else "", seen.folded, sides)
+    made = Draft(pair, grams, look, by_hand, seen.dropped, seen.source if seen.weights else "", seen.folded, sides)
     if not look:
         return made
     made.channels = seen.channels
@@ -117,14 +168,14 @@ def draft(
     full = layer.rests == 0
     if seen.weights is not None:
         w_q, w_k = (w.detach() for w in seen.weights)
-        made.spectrum = spectrum(w_q, w_k, layer.exact, full)
+        made.factors = factors(w_q, w_k, layer.exact, full)
         if full:
             made.kept = keep(w_q.float(), w_k.float(), *(reader(w, module, Tensor.float) for w in (w_q, w_k)))
     elif sides:
         q, k = sides["q"], sides["k"]
         shared = min(q.weight.shape[1], k.weight.shape[1])  # part of a key may be made otherwise (layouts.py)
         w_q, w_k = q.weight[:, :shared], k.weight[:, :shared]
-        made.spectrum = spectrum(w_q, w_k, layer.exact, full)
+        made.factors = factors(w_q, w_k, layer.exact, full)
         made.kept = keep(w_q, w_k, q.read, k.read) if full else None
         if q.reach is not None and k.reach is not None:
             reach = k.reach.repeat_interleave(attention.heads // k.reach.shape[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import log
 from typing import NamedTuple
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnwatch.hooks.attention import Attention
+from attnwatch.hooks.eigen import effective_rank, eigenvalues
 
 RANK_ROWS = 1024
 """Most rows that one sequence gives to `map_rank`: its cost grows with their third power."""
@@ -27,6 +30,31 @@ Pair = tuple[Tensor, Tensor]
 mean: the weighted sum and its weight; max, min: the largest (-inf with weight 0: none), the least, and 1; sum: the sum
 and 1.
 """
+
+
+class Gram(NamedTuple):
+    """What `map_rank` is made of: the products of a map's rows with each other, without the sink key.
+
+    matrices: float32 `[b, h, n, n]`. rows: float64 `[b, h]`, how many each speaks for. heads: which of the layer's.
+    """
+
+    matrices: Tensor
+    rows: Tensor
+    heads: slice
+
+
+@dataclass
+class Later:
+    """What waits on the device for its eigenvalues, which the hooks of a forward do not take. room: bytes for more;
+    what finds none is done at once, and the host waits."""
+
+    room: int
+    grams: list[Gram] = field(default_factory=list)
+
+    def takes(self, size: int) -> bool:
+        fits = size <= self.room
+        self.room -= size if fits else 0
+        return fits
 
 
 class _Tally(NamedTuple):
@@ -53,9 +81,18 @@ class _Tally(NamedTuple):
 
 
 def measure_block(
-    attention: Attention, sequences: Tensor, heads: slice, rows: Tensor, n: Tensor, full: Tensor, first: Tensor, r: int
+    attention: Attention,
+    sequences: Tensor,
+    heads: slice,
+    rows: Tensor,
+    n: Tensor,
+    full: Tensor,
+    first: Tensor,
+    r: int,
+    later: Later,
 ) -> Pair:
-    """A block of sequences and heads, r rows at a time. n, full: `[b, h | 1, R]`; first: `[b, h | 1]`."""
+    """A block of sequences and heads, r rows at a time. n, full: `[b, h | 1, R]`; first: `[b, h | 1]`. Of what `later`
+    takes the ranks are still to be added."""
     keys = attention.key_block(sequences, heads)
     stride = -(-len(rows) // RANK_ROWS)
     tally: _Tally | None = None
@@ -65,7 +102,13 @@ def measure_block(
         rest = _tally(attention, keys, sequences, heads, rows[part], n[..., part], full[..., part], kept)
         tally = rest if tally is None else tally.plus(rest)
     assert tally is not None
-    sink_mass, first_key_mass, rank, known = _by_sequence(tally, first)
+    sink_mass, first_key_mass, known, matrices = _by_sequence(tally, first)
+    gram = Gram(matrices, known, heads)
+    rank = known.new_zeros(known.shape[1])
+    if later.takes(matrices.nbytes):
+        later.grams.append(gram)
+    else:
+        (rank,) = ranks([gram])
     key_norm = torch.full_like(tally.largest[0], -INF)
     if keys is not None:
         norms = _norms(keys).repeat_interleave(known.shape[1] // keys.shape[1], 1)
@@ -90,8 +133,8 @@ def measure_block(
 
 
 def _by_sequence(tally: _Tally, first: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """float64 `[h]`: sums of sink mass, first-key mass and map rank, each times its rows; `[b, h]`: rows of the
-    first and third, 0 where no key is seen by half of the used rows."""
+    """float64 `[h]`: sums of sink mass and first-key mass, each times its rows; `[b, h]`: rows of the first and of the
+    map rank, 0 where no key is seen by half of the used rows; `[b, h, n, n]`: what the rank comes from."""
     dropped, used = tally.sums[-3], tally.sums[-2]
     mean = torch.where(tally.seen > 0, tally.columns / tally.seen, 0.0)
     shared = (2 * tally.seen >= used[..., None]) & (used[..., None] > 0)
@@ -99,12 +142,11 @@ def _by_sequence(tally: _Tally, first: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     known = used * (sink_mass >= 0)
     first_key_mass = mean.gather(-1, first.expand_as(used)[..., None])[..., 0]
     maps = tally.maps[0] if len(tally.maps) == 1 else torch.cat(tally.maps, 2)
-    rank = _map_rank(maps, torch.cat(tally.masses, 2), sink)
     return (
         torch.where(known > 0, torch.maximum(sink_mass * used, dropped), 0.0).sum(0),
         (first_key_mass * used).sum(0),
-        (rank * known).sum(0),
         known,
+        _gram(maps, torch.cat(tally.masses, 2), sink),
     )
 
 
@@ -211,21 +253,21 @@ def _norms(vectors: Tensor) -> Tensor:
     return norms.nan_to_num(nan=-INF, posinf=INF)
 
 
-def _map_rank(maps: Tensor, masses: Tensor, sink: Tensor) -> Tensor:
-    """float64 `[b, h]`: effective rank of `[b, h, R, Tk]` without column `sink` `[b, h]`; overwrites maps.
-
-    The Gram matrix may be float32, its eigenvalues not; both cost a fraction of singular values of the map. On CUDA
-    torch waits for them, to check for errors: it offers no eigenvalues without.
-    """
+def _gram(maps: Tensor, masses: Tensor, sink: Tensor) -> Tensor:
+    """`[b, h, n, n]` of `[b, h, R, Tk]` without column `sink` `[b, h]`, rows of sum 1; overwrites maps."""
     maps.scatter_(-1, sink[..., None, None].expand(*maps.shape[:-1], 1), 0.0)
     left = maps.sum(-1)
     maps.mul_(torch.where(left * masses < 1e-6, 0.0, 1 / left)[..., None])
-    gram = maps @ maps.mT if maps.shape[-2] <= maps.shape[-1] else maps.mT @ maps
-    energy: Tensor = torch.linalg.eigvalsh(gram.double())
-    return effective_rank(energy.clamp(min=0)).nan_to_num(nan=0.0)
+    return maps @ maps.mT if maps.shape[-2] <= maps.shape[-1] else maps.mT @ maps
 
 
-def effective_rank(energy: Tensor) -> Tensor:
-    """exp of the entropy of the shares of `energy` `[..., n]` (Roy and Vetterli 2007); NaN where there is none."""
-    entropy: Tensor = torch.special.entr(energy / energy.sum(-1, keepdim=True)).sum(-1)
-    return entropy.exp()
+def ranks(grams: Sequence[Gram]) -> list[Tensor]:
+    """float64 `[h]` of each: the sum over sequences of effective rank times rows.
+
+    A Gram matrix may be float32, its eigenvalues not; both cost a fraction of singular values of the map.
+    """
+    energies = eigenvalues([gram.matrices for gram in grams], torch.float64)
+    return [
+        (effective_rank(energy.clamp(min=0)).nan_to_num(nan=0.0) * gram.rows).sum(0)
+        for energy, gram in zip(energies, grams, strict=True)
+    ]

@@ -29,8 +29,9 @@ from attnwatch.hooks.graph import BLIND, GraphRoute
 from attnwatch.hooks.handlers import HANDLERS
 from attnwatch.hooks.huggingface import Interface
 from attnwatch.hooks.inert import Enter, Leave
-from attnwatch.hooks.layers import METRICS, Draft, Layer, draft, settle
+from attnwatch.hooks.layers import METRICS, Draft, Layer, complete, draft, settle, solve
 from attnwatch.hooks.layouts import Shape
+from attnwatch.hooks.maps import Later
 from attnwatch.hooks.normalisers import every_row
 from attnwatch.hooks.precision import computed_in, full_precision
 from attnwatch.hooks.statistics import ATTENTION, measure, merge, sample_rows, sample_sequences
@@ -40,7 +41,8 @@ PATIENCE = 3  # failures of a layer: one side computation in a forward, such as 
 _GOLDEN = 0.6180339887498949  # phases of successive samples fill [0, 1) evenly
 _ARMED: list[Probe] = []
 KEPT = 2**28
-"""Most bytes of weights that wait for the optimizer's step: a sample must not fill the memory that training needs."""
+"""Most bytes of weights that wait for the optimizer's step, and of matrices for their eigenvalues: a sample must not
+fill the memory that training needs."""
 
 
 class Reading(NamedTuple):
@@ -88,6 +90,7 @@ class Probe:
         self._turn = 0
         self._look = False
         self._room = KEPT
+        self._later = Later(KEPT)
         self._drafts: dict[str, Draft] = {}
         self._handles: list[Any] = []
         self._names: dict[int, str] = {}
@@ -111,7 +114,7 @@ class Probe:
         start = time.perf_counter()
         self._unwind()
         self._look = look
-        self._room = KEPT
+        self._room, self._later = KEPT, Later(KEPT)
         self._drafts = {}
         self._broken = {where for where, times in self._failures.items() if times >= PATIENCE}
         if self._graph is not None:
@@ -235,18 +238,22 @@ class Probe:
             sides = self._sides(layer, frame, seen) if look else {}
             with full_precision(attention.device):
                 sequences = self._choose(attention.batch)
-                pair = measure(asked, sequences, rows)
+                later = Later(self._later.room)
+                pair = measure(asked, sequences, rows, later)
                 if self.every_row:
                     pair = every_row(asked, sequences, pair)
                 seen = seen._replace(channels=look and weights.over_channels(frame, attention))
-                fresh = draft(seen, pair, sides, look, layer, frame.module)
+                fresh = draft(seen, pair, later.grams, sides, look, layer, frame.module)
+                if fresh.factors is not None and not later.takes(fresh.factors.bytes):
+                    solve([fresh])
         with self._lock:
+            self._later = later
             if fresh.kept is not None:
                 self._room -= fresh.kept.bytes
                 fresh.kept = fresh.kept if self._room >= 0 else None
             known = self._drafts.setdefault(name, fresh)
             if known is not fresh:
-                known.pair = merge(known.pair, pair)
+                known.pair, known.grams = merge(known.pair, pair), known.grams + fresh.grams
 
     def _layer(self, name: str, attention: Attention, part: tuple[int, int]) -> Layer:
         layer = self.layers.setdefault(name, Layer(name))
@@ -294,8 +301,8 @@ class Probe:
         self._turn += 1
         drafts, self._drafts = self._drafts, {}
         parts = [x.detach().reshape(-1) for x in extras]
-        for name, made in drafts.items():
-            self._compare(name, made)
+        complete(drafts, self.failed)
+        for made in drafts.values():
             parts += made.parts
         numbers = iter(_to_host(parts))
         extra = np.array([next(numbers)[0] for _ in extras])
@@ -313,15 +320,6 @@ class Probe:
         layers = (*self.layers.values(), *unseen)
         seconds = self._seconds + time.perf_counter() - start
         return Reading(measured, layers, values, pairs, extra, problems, seconds)
-
-    def _compare(self, name: str, made: Draft) -> None:
-        with torch.no_grad(), full_precision(made.pair[0].device):
-            try:
-                made.compare()
-            except Exception as error:
-                self.failed(name, error)
-                made.kept = None
-                made.compare()
 
     @property
     def due(self) -> bool:

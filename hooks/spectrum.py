@@ -6,10 +6,13 @@ bound it at every offset. The `d_in x d_in` product is never formed: its singula
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from attnwatch.hooks.maps import effective_rank
+from attnwatch.hooks.eigen import effective_rank, eigenvalues
 from attnwatch.hooks.statistics import Statistic
 
 TOP = 10
@@ -53,6 +56,38 @@ BOUND: tuple[Statistic, ...] = (
 )
 
 
+class Square(NamedTuple):
+    """Gram matrices of some matrices, whose eigenvalues are the squares of the singular values of these.
+
+    gram: float32 `[..., n, n]`, over its largest diagonal entry, which is size, `[...]`.
+    """
+
+    gram: Tensor
+    size: Tensor
+
+
+class Factors(NamedTuple):
+    """A layer's weights, ready for their eigenvalues: q `[H]`, k `[Hk]`, heads `[H]` (of `W_q^T W_k`), layer `[]` (of
+    all heads together; None: not taken). extents: largest magnitudes `[H]` and `[Hk]`. baseline: the effective rank
+    that random weights of this shape have. exact: as `spectrum` was asked."""
+
+    q: Square
+    k: Square
+    heads: Square
+    layer: Square | None
+    extents: tuple[Tensor, Tensor]
+    baseline: float
+    exact: bool
+
+    @property
+    def squares(self) -> list[Square]:
+        return [self.q, self.k, self.heads, *([] if self.layer is None else [self.layer])]
+
+    @property
+    def bytes(self) -> int:
+        return sum(square.gram.nbytes for square in self.squares)
+
+
 def qk_statistics(w_q: Tensor, w_k: Tensor, *, heads: int, kv_heads: int | None = None) -> dict[str, Tensor]:
     """Every statistic of a layer's weights, by name: float32 `[H]`, NaN where undefined.
 
@@ -78,36 +113,57 @@ def qk_statistics(w_q: Tensor, w_k: Tensor, *, heads: int, kv_heads: int | None 
 
 
 def spectrum(w_q: Tensor, w_k: Tensor, exact: bool = True, whole: bool = True) -> Tensor:
-    """float64 `[len(SPECTRUM), H]` of `w_q [H, d, in_q]` and `w_k [Hk, d, in_k]`, with any QK-norm gain folded in.
+    """float64 `[len(SPECTRUM), H]` of weights, as `factors` takes them. The host waits for the device."""
+    return spectra([factors(w_q, w_k, exact, whole)])[0]
 
-    Nothing is read on the host here. Weights of zeros have no shares of energy, non-finite ones no values: NaN.
+
+def factors(w_q: Tensor, w_k: Tensor, exact: bool = True, whole: bool = True) -> Factors:
+    """Of `w_q [H, d, in_q]` and `w_k [Hk, d, in_k]`, with any QK-norm gain folded in. Nothing is read on the host.
+
     exact: good to float32 however small the product is against its factors, by QR. Without, a head whose product is
     below a tenth of their bound has only its norms, the rest NaN: Gram matrices in float32 do not resolve it.
     whole: with the values of the whole layer, which cost more than all the others; without, they are NaN.
     """
-    heads, d, in_q = w_q.shape
-    in_k = w_k.shape[2]
-    group = heads // w_k.shape[0]
+    d, in_q, in_k = w_q.shape[1], w_q.shape[2], w_k.shape[2]
     w_q, w_k = w_q.detach().float(), w_k.detach().float()
     gram = None if exact else gram_dtype()
     thin_q, thin_k = thin(w_q, gram), thin(w_k, gram)
-    top_q, top_k = energies(thin_q)[:, 0], energies(thin_k)[:, 0]
-    known_q, known_k = _known(w_q, top_q), _known(w_k, top_k).repeat_interleave(group)
-    top_k = top_k.repeat_interleave(group)
+    return Factors(
+        square(thin_q),
+        square(thin_k),
+        square(product(thin_q, thin_k).flatten(0, 1)),
+        _layer(w_q, w_k, gram or torch.float64) if whole else None,
+        (extent(w_q), extent(w_k)),
+        d * (1 + d / in_q) ** -0.6 * (1 + d / in_k) ** -0.6,
+        exact,
+    )
 
-    energy = energies(product(thin_q, thin_k)).flatten(0, 1)
-    rank = effective_rank(energy)
-    baseline = d * (1 + d / in_q) ** -0.6 * (1 + d / in_k) ** -0.6
-    head = torch.stack([energy[:, 0].sqrt(), *_concentration(energy), rank, rank / baseline])
+
+def spectra(layers: Sequence[Factors]) -> list[Tensor]:
+    """float64 `[len(SPECTRUM), H]` of each layer, the eigenvalues of all at once. The host waits for the device.
+
+    Weights of zeros have no shares of energy, non-finite ones no values: NaN.
+    """
+    found = iter(energies([square for layer in layers for square in layer.squares]))
+    return [_values(layer, [next(found) for _ in layer.squares]) for layer in layers]
+
+
+def _values(layer: Factors, energy: Sequence[Tensor]) -> Tensor:
+    top_q, top_k, heads = energy[0][:, 0], energy[1][:, 0], energy[2]
+    group = len(top_q) // len(top_k)
+    known_q, known_k = (_known(size, top) for size, top in zip(layer.extents, (top_q, top_k), strict=True))
+    known_k, top_k = known_k.repeat_interleave(group), top_k.repeat_interleave(group)
+    rank = effective_rank(heads)
+    head = torch.stack([heads[:, 0].sqrt(), *_concentration(heads), rank, rank / layer.baseline])
     resolved = known_q & known_k
-    if not exact:
-        resolved &= energy[:, 0] >= RESOLVED * top_q * top_k
+    if not layer.exact:
+        resolved &= heads[:, 0] >= RESOLVED * top_q * top_k
     norm_q, norm_k = torch.where(known_q, top_q.sqrt(), torch.nan), torch.where(known_k, top_k.sqrt(), torch.nan)
-    layer = _layer(w_q, w_k, group, gram or torch.float64) if whole else _unknown(w_q)
+    whole = norm_q.new_full((2,), torch.nan) if layer.layer is None else torch.stack(_concentration(energy[3])[1:])
     return torch.cat([
         torch.where(resolved, head, torch.nan),
         torch.stack([norm_q, norm_k, norm_q * norm_k]),
-        torch.where(resolved.all(), layer, torch.nan)[:, None].expand(-1, heads),
+        torch.where(resolved.all(), whole, torch.nan)[:, None].expand(-1, len(heads)),
     ])  # fmt: skip
 
 
@@ -117,9 +173,8 @@ def extent(w: Tensor) -> Tensor:
     return torch.maximum(flat.amax(1), -flat.amin(1))
 
 
-def _known(w: Tensor, top: Tensor) -> Tensor:
+def _known(size: Tensor, top: Tensor) -> Tensor:
     """bool `[n]`: finite weights whose `thin` was found; that of zeros is 0."""
-    size = extent(w)
     return size.isfinite() & ((size > 0) == (top > 0))
 
 
@@ -153,15 +208,23 @@ def product(q: Tensor, k: Tensor) -> Tensor:
     return grouped
 
 
-def energies(w: Tensor) -> Tensor:
-    """float64 squared singular values of `[..., m, n]`, largest first, good to float32 of the largest.
+def square(w: Tensor) -> Square:
+    """Of `[..., m, n]`."""
+    gram = w @ w.mT if w.shape[-2] <= w.shape[-1] else w.mT @ w
+    size = gram.diagonal(dim1=-2, dim2=-1).amax(-1).clamp(min=torch.finfo(gram.dtype).tiny)
+    return Square((gram / size[..., None, None]).float(), size)
+
+
+def energies(squares: Sequence[Square]) -> list[Tensor]:
+    """float64 `[..., n]` each: squared singular values, largest first, good to float32 of the largest. The host waits.
 
     By eigenvalues: `svdvals` of such small matrices takes 200 times as long where other processes keep the cores busy.
     """
-    gram = w @ w.mT if w.shape[-2] <= w.shape[-1] else w.mT @ w
-    size = gram.diagonal(dim1=-2, dim2=-1).amax(-1).clamp(min=torch.finfo(gram.dtype).tiny)
-    energy: Tensor = torch.linalg.eigvalsh((gram / size[..., None, None]).float())
-    return size[..., None].double() * energy.double().clamp(min=0).flip(-1)
+    found = eigenvalues([each.gram for each in squares], torch.float32)
+    return [
+        each.size[..., None].double() * energy.double().clamp(min=0).flip(-1)
+        for each, energy in zip(squares, found, strict=True)
+    ]
 
 
 def gram_dtype() -> torch.dtype:
@@ -180,21 +243,18 @@ def _concentration(energy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return energy[..., 0] / total, energy[..., :TOP].sum(-1) / total, torch.where(total > 0, directions, torch.nan)
 
 
-def _layer(w_q: Tensor, w_k: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """float64 `[2]`: energy in ten directions and directions of 90 % of the product of all heads."""
+def _layer(w_q: Tensor, w_k: Tensor, dtype: torch.dtype) -> Square | None:
+    """Of the product of all heads together; None where the layer is too wide for it."""
     heads, d, in_q = w_q.shape
     if heads * d > LAYER_WIDTH or max(in_q, w_k.shape[2]) > LAYER_INPUT:
-        return _unknown(w_q)
+        return None
     # Repeating a key head for its group is the same product as adding up the group's query heads.
+    group = heads // len(w_k)
     side_q, side_k = (_side(w.flatten(0, 1)).to(dtype) for w in (w_q.unflatten(0, (-1, group)).sum(1), w_k))
-    return torch.stack(_concentration(energies((side_q @ side_k.mT).nan_to_num(nan=0.0)))[1:])
+    return square((side_q @ side_k.mT).nan_to_num(nan=0.0))
 
 
 def _side(w: Tensor) -> Tensor:
     """What `thin` gives of `w [m, d_in]`, over its largest magnitude; in float32 where it is `w` itself."""
     factor = w.mT if w.shape[1] <= w.shape[0] else thin(w[None])[0]
     return factor / factor.abs().amax()
-
-
-def _unknown(w: Tensor) -> Tensor:
-    return torch.full((2,), torch.nan, dtype=torch.float64, device=w.device)

@@ -5,7 +5,7 @@ Nothing here reads a tensor's value on the host or touches a random state: it ru
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnwatch.hooks.attention import Attention, check
-from attnwatch.hooks.maps import Pair, measure_block
+from attnwatch.hooks.maps import Gram, Later, Pair, measure_block, ranks
 
 BLOCK = 2**20
 """Most elements of one float32 temporary (4 MiB): sequences, heads, then rows are taken a block at a time."""
@@ -95,6 +95,7 @@ def _runs() -> list[tuple[str, slice]]:
 
 
 _RUNS = _runs()
+MAP_RANK = [s.name for s in ATTENTION].index("map_rank")
 _MERGED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": torch.add, "max": torch.maximum, "min": torch.minimum, "sum": torch.add,
 }  # fmt: skip
@@ -157,12 +158,16 @@ def finish(pair: Pair) -> Tensor:
     return torch.where(weights > 0, done, torch.nan)
 
 
-def measure(attention: Attention, sequences: Tensor | list[int], rows: Tensor | list[int]) -> Pair:
+def measure(
+    attention: Attention, sequences: Tensor | list[int], rows: Tensor | list[int], later: Later | None = None
+) -> Pair:
     """Measures these rows of these sequences of one attention call; at least one of each.
 
     Tensors are int64, on the attention's device. Rows count as full, and the first key as first, by what all rows of
-    the sequence see. Shapes are not checked here: `check` does.
+    the sequence see. Shapes are not checked here: `check` does. What `later` takes is for `add_ranks`: without it the
+    host waits for the device.
     """
+    later = Later(0) if later is None else later
     device = attention.device
     sequences, rows = placed(sequences, device), placed(rows, device)
     counts, first = attention.counts(sequences, BLOCK)
@@ -176,11 +181,19 @@ def measure(attention: Attention, sequences: Tensor | list[int], rows: Tensor | 
         for at in range(0, len(sequences), b):
             some = slice(at, at + b)
             n, whole, origin = (_of_heads(t[some], heads) for t in (visible, full, first))
-            part = measure_block(attention, sequences[some], heads, rows, n, whole, origin, r)
+            part = measure_block(attention, sequences[some], heads, rows, n, whole, origin, r, later)
             pair = part if pair is None else merge(pair, part)
         assert pair is not None
         pairs.append(pair)
     return torch.cat([p[0] for p in pairs], 1), torch.cat([p[1] for p in pairs], 1)
+
+
+def add_ranks(measured: Sequence[tuple[Pair, Sequence[Gram]]]) -> None:
+    """Completes pairs, in place, by what `measure` left for later; all at once. The host waits for the device."""
+    sums = iter(ranks([gram for _, grams in measured for gram in grams]))
+    for (values, _), grams in measured:
+        for gram in grams:
+            values[MAP_RANK, gram.heads] += next(sums)
 
 
 def full_rows(visible: Tensor, counts: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnwatch.hooks.maps import effective_rank
+from attnwatch.hooks.eigen import effective_rank
 from attnwatch.hooks.sharded import local
-from attnwatch.hooks.spectrum import energies, extent, gram_dtype, product, thin
+from attnwatch.hooks.spectrum import energies, extent, gram_dtype, product, square, thin
 from attnwatch.hooks.statistics import Statistic
 
 UPDATE: tuple[Statistic, ...] = (
@@ -58,7 +58,7 @@ def _address(parameter: nn.Parameter) -> int:
 
 
 def change(kept: Kept) -> Tensor:
-    """`update` of the step that was made since. No host synchronisation."""
+    """`update` of the step that was made since. The host waits for the device."""
     steps = [read()[:, : w.shape[1]] - w for w, read in zip(kept.before, kept.after, strict=True)]
     return update(*kept.before, *steps)
 
@@ -72,8 +72,8 @@ def update(w_q: Tensor, w_k: Tensor, dw_q: Tensor, dw_k: Tensor) -> Tensor:
     a, da, known_q = _factor(w_q, dw_q)
     b, db, known_k = _factor(w_k, dw_k)
     first = product(da, b) + product(a, db)
-    energy = energies(torch.stack([first + product(da, db), first])).flatten(1, 2)
-    whole = energies(product(_own(a), _own(b))).flatten(0, 1)
+    steps = torch.stack([first + product(da, db), first]).flatten(1, 2)
+    energy, whole = energies([square(steps), square(product(_own(a), _own(b)).flatten(0, 1))])
     ratio = (energy[0, :, 0] / whole[:, 0]).sqrt()
     known = known_q & known_k.repeat_interleave(len(w_q) // len(w_k)) & (ratio > 0)
     return torch.where(known, torch.stack([ratio, effective_rank(energy[1])]), torch.nan)

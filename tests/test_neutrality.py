@@ -26,7 +26,10 @@ import attnwatch
 from attnwatch import Monitor
 from attnwatch.hooks.probe import Probe
 
-SYNCS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique_dim", "_unique2"}
+SYNCS = {
+    "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique_dim", "_unique2",
+    "_linalg_eigh", "_linalg_svd", "_linalg_check_errors",
+}  # fmt: skip
 """aten operators that wait for an accelerator, because the host needs what they return."""
 
 
@@ -146,11 +149,23 @@ def test_nothing_is_read_before_the_one_copy(name: str, look: bool) -> None:
         assert [where for where, _ in probe.finish().problems] == ["model"]  # no forward ran in this last step
 
 
-@pytest.mark.parametrize("read", [Tensor.item, Tensor.nonzero, lambda x: x[x > 0], lambda x: torch.equal(x, x), bool])
+@pytest.mark.parametrize(
+    "read",
+    [
+        Tensor.item,
+        Tensor.nonzero,
+        lambda x: x[x > 0],
+        lambda x: torch.equal(x, x),
+        bool,
+        torch.linalg.eigvalsh,
+        torch.linalg.svdvals,
+        torch.linalg.cholesky,
+    ],
+)
 def test_a_wait_is_seen(read: Callable[[Tensor], object]) -> None:
     """The check above can fail."""
     with NoSync(), pytest.raises(RuntimeError, match="waits for the device"):
-        read(torch.ones(1))
+        read(torch.ones(1, 1))
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

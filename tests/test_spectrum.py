@@ -10,7 +10,7 @@ from tests import reference
 from tests.test_statistics import Watch
 from torch import Tensor
 
-from attnwatch.hooks.spectrum import SPECTRUM, qk_statistics, spectrum
+from attnwatch.hooks.spectrum import SPECTRUM, factors, qk_statistics, spectrum
 
 NAMES = [s.name for s in SPECTRUM]
 
@@ -140,7 +140,7 @@ def test_never_waits_for_the_device_nor_forms_the_product() -> None:
     w_q, w_k = normal(4, 8, 200).float(), normal(2, 8, 200).float()
     state = torch.get_rng_state()
     with Watch() as watch:
-        spectrum(w_q, w_k)
+        factors(w_q, w_k)
     assert torch.equal(torch.get_rng_state(), state)
     assert watch.largest <= 4 * 8 * 200
 

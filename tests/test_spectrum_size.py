@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnwatch.hooks.probe import Probe
-from attnwatch.hooks.spectrum import SPECTRUM, spectrum
+from attnwatch.hooks.spectrum import SPECTRUM, factors, spectra, spectrum
 
 UNRESOLVED = [True] * 6 + [False] * 3 + [True] * 2
 """By name: what float32 Gram matrices leave unknown of a head with a small product. Its norms they give."""
@@ -150,8 +150,18 @@ def test_products_that_training_rounds_further_are_not_used(precision: str, dtyp
 def test_nothing_waits_for_the_device(exact: bool) -> None:
     w_q, w_k = normal(4, 8, 200).float(), normal(2, 8, 200).float()
     with Watch() as watch:
-        spectrum(w_q, w_k, exact)
+        factors(w_q, w_k, exact)
     assert watch.largest <= 4 * 8 * 200
+
+
+def test_layers_are_solved_together_as_each_by_itself() -> None:
+    """Of three shapes, one of them twice."""
+    layers = [
+        factors(normal(heads, d, 40, seed=seed).float(), normal(2, d, 40, seed=seed + 9).float(), exact=seed > 1)
+        for seed, (heads, d) in enumerate([(4, 8), (2, 16), (4, 8), (2, 48)])
+    ]
+    for found, layer in zip(spectra(layers), layers, strict=True):
+        torch.testing.assert_close(found, spectra([layer])[0], rtol=1e-5, atol=0, equal_nan=True)
 
 
 # --- in a model that trains -------------------------------------------------------------------------------------------

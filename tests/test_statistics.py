@@ -308,17 +308,21 @@ def test_norms_bound_the_largest_logit(seed: int) -> None:
 class Watch(TorchDispatchMode):
     """Refuses operations that wait for the device; keeps the size of the largest result."""
 
-    WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "item")
+    WAITS = (
+        "_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "item",
+        "_linalg_eigh", "_linalg_svd", "_linalg_check_errors",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, waits: tuple[str, ...] = WAITS) -> None:
         super().__init__()
+        self.waits = waits
         self.largest = 0
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.__name__.split(".")[0]
-        assert name not in self.WAITS, f"{name} waits for the device"
+        assert name not in self.waits, f"{name} waits for the device"
         if name.startswith("index"):
             indices = args[1] if isinstance(args[1], list) else []
             assert all(i is None or i.dtype != torch.bool for i in indices), "a bool index waits for the device"
@@ -332,9 +336,16 @@ class Watch(TorchDispatchMode):
 
 def test_the_watch_sees_a_wait() -> None:
     """The proof that the tests below can fail."""
-    for wait in (lambda t: t.sum().item(), lambda t: bool(t[0]), lambda t: t[t > 0], lambda t: t.nonzero()):
+    for wait in (
+        lambda t: t.sum().item(),
+        lambda t: bool(t[0, 0]),
+        lambda t: t[t > 0],
+        lambda t: t.nonzero(),
+        torch.linalg.eigvalsh,
+        torch.linalg.svdvals,
+    ):
         with pytest.raises(AssertionError, match="waits for the device"), Watch():
-            wait(torch.ones(3))
+            wait(torch.ones(3, 3))
 
 
 @pytest.mark.parametrize("seed", range(245, 265))
@@ -344,10 +355,29 @@ def test_never_waits_for_the_device_nor_draws_random_numbers(seed: int, monkeypa
     attention = Attention(**made)
     sequences, rows = torch.arange(attention.batch), torch.arange(attention.queries)
     state = torch.get_rng_state()
+    later = maps.Later(2**30)
     with Watch():
-        pair = measure(attention, sequences, rows)
+        pair = measure(attention, sequences, rows, later)
         finish(merge(pair, pair))
+    statistics.add_ranks([(pair, later.grams)])
+    torch.testing.assert_close(finish(pair), finish(measure(attention, sequences, rows)), equal_nan=True)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_finds_no_room_is_ranked_at_once() -> None:
+    """Of two sequences in blocks of one, the first one's maps wait (8 x 8 float32 each), the second one's do not."""
+    q, k = torch.randn(2, 2, 3, 8, 4, generator=torch.Generator().manual_seed(5))
+    attention, rows = Attention(q, k), list(range(8))
+    later = maps.Later(3 * 8 * 8 * 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "BLOCK", 3 * 8 * 8)
+        pair = measure(attention, [0, 1], rows, later)
+    assert later.room == 0
+    assert [gram.matrices.shape for gram in later.grams] == [(1, 3, 8, 8)]
+    alone = measure(attention, [1], rows)
+    torch.testing.assert_close(pair[0][statistics.MAP_RANK], alone[0][statistics.MAP_RANK])
+    statistics.add_ranks([(pair, later.grams)])
+    torch.testing.assert_close(finish(pair), finish(measure(attention, [0, 1], rows)), equal_nan=True)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -357,7 +387,7 @@ def test_all_rows_never_hold_a_whole_map(masked: bool, monkeypatch: pytest.Monke
     g = torch.Generator().manual_seed(3)
     q, k = torch.randn(2, 1, 4, 2560, 8, generator=g)
     mask = torch.ones(1, 1, 2560, 2560, dtype=torch.bool).tril() if masked else None
-    with Watch() as watch:
+    with Watch(waits=()) as watch:
         measure(Attention(q[None, 0], k[None, 0], causal=not masked, mask=mask), [0], range(2560))
     assert watch.largest <= 1024 * 2560
     assert watch.largest < 2560 * 2560 / 2
