@@ -62,6 +62,14 @@ class Layer:
     part: tuple[int, int] = (0, 1)
 
 
+def has_turn(layer: Layer, layers: Mapping[str, Layer], looks: int, share: int | None) -> bool:
+    """Whether a look after so many others takes this one of all layers: `share` of them do, in turn (None: all), and
+    those whose weights are not proved yet."""
+    if share is None or layer.due or not layer.note:
+        return True
+    return (list(layers).index(layer.name) - looks * share) % len(layers) < share
+
+
 @dataclass
 class Draft:
     """What one layer gave in this step, still on the device.

@@ -29,7 +29,7 @@ from attnwatch.hooks.graph import BLIND, GraphRoute
 from attnwatch.hooks.handlers import HANDLERS
 from attnwatch.hooks.huggingface import Interface
 from attnwatch.hooks.inert import Enter, Leave
-from attnwatch.hooks.layers import METRICS, Draft, Layer, complete, draft, settle, solve
+from attnwatch.hooks.layers import METRICS, Draft, Layer, complete, draft, has_turn, settle, solve
 from attnwatch.hooks.layouts import Shape
 from attnwatch.hooks.maps import Later
 from attnwatch.hooks.normalisers import every_row
@@ -66,7 +66,8 @@ class Probe:
     rows, sequences: how many query rows of how many sequences of a batch are measured (None: all rows). graph: look
     inside compiled graphs (graph.py) instead of running sampled steps eagerly. context: keys of a longer row, for
     `forecast_sharpness`. every_row: entropy and first-key mass are of every row, by the fused kernel (normalisers.py),
-    whatever `rows` says. `close` at the end. Raises ValueError, one line, for what is no adapter.
+    whatever `rows` says. share: at most so many layers are looked at in one look, in turn (None: all). `close` at the
+    end. Raises ValueError, one line, for what is no adapter.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Probe:
         graph: bool = False,
         context: int | None = None,
         every_row: bool = False,
+        share: int | None = None,
     ):
         check(adapters, sites.hookable(model))
         self.model = model
@@ -86,8 +88,10 @@ class Probe:
         self.adapters = adapters
         self.context = context
         self.every_row = every_row
+        self.share = share
         self.layers: dict[str, Layer] = {}
         self._turn = 0
+        self._looks = 0
         self._look = False
         self._room = KEPT
         self._later = Later(KEPT)
@@ -229,7 +233,7 @@ class Probe:
         rows = sample_rows(attention.queries, self.rows, self._turn * _GOLDEN % 1.0)
         layer = self._layer(name, attention, frame.part)
         asked = replace(attention, dtype=computed_in(attention), context=self.context)
-        look = self._look and name not in self._drafts
+        look = self._look and name not in self._drafts and has_turn(layer, self.layers, self._looks, self.share)
         with torch.no_grad():
             if look and hasattr(frame.adapter, "weights"):
                 pair_of_weights, source = given_weights(frame.adapter, frame.module, attention)
@@ -299,6 +303,7 @@ class Probe:
         start = time.perf_counter()
         self.disarm()
         self._turn += 1
+        self._looks += self._look
         drafts, self._drafts = self._drafts, {}
         parts = [x.detach().reshape(-1) for x in extras]
         complete(drafts, self.failed)

@@ -42,6 +42,7 @@ class Options:
     budget: float | None = None
     merge: str = "ranks"
     every_row: bool = False
+    spectrum_layers: int | None = None
 
     def __post_init__(self) -> None:
         if type(self.every_row) is not bool:
@@ -50,9 +51,9 @@ class Options:
             raise UsageError(f'expected merge to be "ranks" or "none", found {self.merge!r}')
         if self.compiled not in ("eager", "graph"):
             raise UsageError(f'expected compiled to be "eager" or "graph", found {self.compiled!r}')
-        for name in ("every", "spectrum_every", "rows", "sequences"):
-            value = getattr(self, name)
-            if not (name == "rows" and value is None) and (type(value) is not int or value < 1):
+        for name in ("every", "spectrum_every", "rows", "sequences", "spectrum_layers"):
+            value, may_be_none = getattr(self, name), name in ("rows", "spectrum_layers")
+            if not (may_be_none and value is None) and (type(value) is not int or value < 1):
                 raise UsageError(f"expected {name} to be a whole number of at least 1, found {value!r}")
         if self.budget is not None and not (type(self.budget) in (int, float) and 0 < self.budget < 1):
             raise UsageError(

@@ -52,6 +52,7 @@ def watch(
     budget: float | None = None,
     merge: str = "ranks",
     every_row: bool = False,
+    spectrum_layers: int | None = None,
 ) -> Monitor:
     """Watch the attention of a model while it trains. Attach before the first step; training is not changed.
 
@@ -59,6 +60,7 @@ def watch(
     run: directory to record in (new or empty); None: `runs/<date>-<time>`.
     every: the first step is sampled, then every `every`-th. spectrum_every: the weights are looked at in the first
         sample, then in every `spectrum_every`-th (None: every fifth); rules use the last known spectrum.
+        spectrum_layers: of at most so many layers at a time, in turn (None: of all); of all in the first sample.
     rows, sequences: at most so many query rows of so many sequences of a batch are measured (rows=None: all rows).
     every_row: entropy, entropy_ratio and first_key_mass are those of every row, by one more call of the fused kernel in
         float32; `rows` then holds for the other numbers. Calls with masks, soft-caps or sinks stay sampled.
@@ -114,9 +116,10 @@ def watch(
         budget=budget,
         merge=merge,
         every_row=every_row,
+        spectrum_layers=spectrum_layers,
     )
     try:
-        probe = Probe(model, rows, sequences, adapters, graph=compiled == "graph", context=context, every_row=every_row)
+        probe = Probe(model, rows, sequences, adapters, compiled == "graph", context, every_row, spectrum_layers)
     except ValueError as error:
         raise UsageError(str(error)) from None
     metrics = tuple(Metric(*metric) for metric in METRICS)

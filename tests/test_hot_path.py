@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from tests import zoo
+from tests.devices import waits
 from tests.models import Mixer, Model, parts, step, tokens
-from tests.test_neutrality import SYNCS
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,12 +48,9 @@ class OursWaits(TorchDispatchMode):
         where = whose(sys._getframe(1))
         if where:
             self.ours += 1
-            name = func._schema.name.removeprefix("aten::")
-            by_mask = name in ("index", "index_put", "index_put_") and any(
-                i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
-            )
-            if name in SYNCS or by_mask:
-                self.found.append(f"{name} in {where}")
+            waiting = waits(func, args)
+            if waiting:
+                self.found.append(f"{waiting} in {where}")
         return func(*args, **(kwargs or {}))
 
 
@@ -68,20 +65,20 @@ def test_no_family_makes_a_hook_wait(name: str) -> None:
     probe = Probe(model.train(), rows=4, sequences=2)
     for look in (True, False):
         probe.arm(look)
-        with OursWaits() as waits:
+        with OursWaits() as ours:
             model(**zoo.inputs(name))
         assert probe.finish().problems == ()
-        assert waits.ours > 50
-        assert waits.found == []
+        assert ours.ours > 50
+        assert ours.found == []
 
 
 @pytest.mark.parametrize("read", [Tensor.item, Tensor.nonzero, lambda x: x[x > 0], bool])
 def test_a_wait_of_ours_is_seen(read: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """The check above can fail: the same code, taken for a part of the hooks."""
     monkeypatch.setattr(sys.modules[__name__], "HOOKS", __file__)
-    with OursWaits() as waits:
+    with OursWaits() as ours:
         read(torch.ones(1))
-    assert len(waits.found) == 1
+    assert len(ours.found) == 1
 
 
 class Carried(TorchFunctionMode):
@@ -122,6 +119,8 @@ def test_nothing_grows_from_sample_to_sample() -> None:
     model = Model(Mixer(parts(bias=True))).train()
     probe = Probe(model, rows=4)
     counted = []
+    gc.collect()
+    gc.freeze()  # what lives of other tests is not counted
     tracemalloc.start()
     try:
         for _ in range(2):
@@ -133,6 +132,7 @@ def test_nothing_grows_from_sample_to_sample() -> None:
             counted.append((tensors, sum(trace.size for trace in ours.traces)))
     finally:
         tracemalloc.stop()
+        gc.unfreeze()
     (tensors, before), (tensors_after, after) = counted
     assert tensors_after == tensors
     assert before > 0

@@ -16,21 +16,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.devices import Watch
 from tests.recipes import BATCH, LENGTH, RECIPES, STEPS, TOKENS, Attention, Decoder, fused
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnwatch
 from attnwatch import Monitor
 from attnwatch.hooks.probe import Probe
-
-SYNCS = {
-    "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique_dim", "_unique2",
-    "_linalg_eigh", "_linalg_svd", "_linalg_check_errors",
-}  # fmt: skip
-"""aten operators that wait for an accelerator, because the host needs what they return."""
 
 
 def decoder() -> Decoder:
@@ -96,19 +90,6 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
 # --- the device -------------------------------------------------------------------------------------------------------
 
 
-class NoSync(TorchDispatchMode):
-    """Raises where the host would wait for an accelerator."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        by_mask = name in ("index", "index_put", "index_put_") and any(
-            i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
-        )
-        if name in SYNCS or by_mask:
-            raise RuntimeError(f"{name} waits for the device")
-        return func(*args, **(kwargs or {}))
-
-
 MODELS = (
     "fused",
     "by hand",
@@ -126,7 +107,7 @@ def test_no_hook_waits_for_the_device(name: str, look: bool) -> None:
     model = RECIPES[name].model().train()
     probe = Probe(model, rows=4, sequences=2)
     probe.arm(look=look)
-    with NoSync():
+    with Watch():
         loss = F.cross_entropy(model(tokens()).flatten(0, 1), tokens().flatten())
         loss.backward()
     reading = probe.finish()
@@ -164,7 +145,7 @@ def test_nothing_is_read_before_the_one_copy(name: str, look: bool) -> None:
 )
 def test_a_wait_is_seen(read: Callable[[Tensor], object]) -> None:
     """The check above can fail."""
-    with NoSync(), pytest.raises(RuntimeError, match="waits for the device"):
+    with Watch(), pytest.raises(AssertionError, match="waits for the device"):
         read(torch.ones(1, 1))
 
 

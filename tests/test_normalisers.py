@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from tests import reference
+from tests.devices import Watch
 from tests.models import Mixer, Model, parts, step, tokens, values_of
-from tests.test_statistics import NAMES, Watch, named
+from tests.test_statistics import NAMES, named
 from torch import Tensor
 
 from attnwatch.hooks.attention import Attention

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,8 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from attnwatch.hooks import maps
-from attnwatch.hooks import probe as probes
-from attnwatch.hooks.eigen import eigenvalues
 from attnwatch.hooks.layers import METRICS
-from attnwatch.hooks.probe import Probe, Reading
+from attnwatch.hooks.probe import Probe
 
 
 def hooks_in(model: nn.Module) -> int:
@@ -343,49 +340,3 @@ def test_a_compiled_model_is_seen() -> None:
     compiled(tokens()).sum().backward()
     assert len(frames) == made
     torch._dynamo.reset()
-
-
-# --- eigenvalues, after the step --------------------------------------------------------------------------------------
-
-
-def two_micro_batches(probe: Probe, model: nn.Module) -> Reading:
-    probe.arm(look=True)
-    for seed in (0, 1):
-        model(tokens(seed=seed)).sum().backward()
-    return probe.finish()
-
-
-def test_what_finds_no_room_to_wait_is_the_same_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for nothing, for the maps of one micro-batch (2 layers of H maps of T x T a sequence), for all."""
-    model = Stack().train()
-    readings = []
-    for room in (0, 2 * len(tokens()) * H * T * T * 4, probes.KEPT):
-        monkeypatch.setattr(probes, "KEPT", room)
-        readings.append(two_micro_batches(Probe(model), model))
-    updates = [name.startswith("update") for name in (metric.name for metric in METRICS)]  # kept in that room too
-    for reading in readings:
-        np.testing.assert_allclose(reading.values[~np.array(updates)], readings[-1].values[~np.array(updates)], 1e-6)
-        assert np.isfinite(values_of(reading, "first")["map_rank"]).all()
-
-
-def test_a_layer_without_eigenvalues_leaves_the_others_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LAPACK gives up on one matrix of all: the layer is named, its map rank and spectrum are unknown."""
-    model = Stack().train()
-    expected = step(Probe(model), model, tokens())
-    given = []
-
-    def gives_up(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        given.append(len(matrices))
-        if given[-1] > 1 or len(given) == 3:  # both layers together, then the second one alone
-            raise torch.linalg.LinAlgError("the algorithm failed to converge")
-        return eigenvalues(matrices, dtype)
-
-    monkeypatch.setattr(maps, "eigenvalues", gives_up)
-    reading = step(Probe(model), model, tokens())
-    assert given == [2, 1, 1]
-    assert [where for where, _ in reading.problems] == ["second"]
-    assert "failed to converge" in reading.problems[0][1]
-    first, second = (values_of(reading, name) for name in ("first", "second"))
-    np.testing.assert_array_equal(first["map_rank"], values_of(expected, "first")["map_rank"])
-    np.testing.assert_array_equal(first["qk_rank"], values_of(expected, "first")["qk_rank"])
-    assert np.isnan([*second["map_rank"], *second["qk_rank"]]).all()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.monitoring import free_port
 from tests.recipes import BATCH, LENGTH, TOKENS, Attention, Decoder, fused
 from torch import nn
 
@@ -48,6 +49,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"outputs": print}, "expected outputs to be a list of objects with write(update) and close(), found <built-in "),
     ({"outputs": [1]}, "expected outputs to be a list of objects with write(update) and close(), found [1]"),
     ({"outputs": [LogOutput]}, "expected outputs to be a list of objects with write(update) and close(), found [<cla"),
+    ({"spectrum_layers": 0}, "expected spectrum_layers to be a whole number of at least 1, found 0"),
     ({"every_row": 1}, "expected every_row to be True or False, found 1"),
     ({"merge": "all"}, 'expected merge to be "ranks" or "none", found \'all\''),
     ({"budget": 0}, "expected budget to be a share of the training time between 0 and 1, 0.01 say, found 0"),
@@ -128,8 +130,7 @@ def test_no_rules_are_rules_too(model: Decoder, run: Path) -> None:
 def test_a_used_run_directory_is_refused_and_the_port_freed(model: Decoder, run: Path) -> None:
     attnwatch.watch(model, run=run, report=False).close()
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with pytest.raises(UsageError, match="expected a new or empty directory"):
         attnwatch.watch(model, run=run, prometheus=port)
     socket.create_server(("127.0.0.1", port)).close()

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from tests import reference
-from tests.test_statistics import Watch
+from tests.devices import Watch
 from torch import Tensor
 
 from attnwatch.hooks.spectrum import SPECTRUM, factors, qk_statistics, spectrum

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from tests import reference
+from tests.devices import Watch
 from tests.models import D, E, H, Mixer, Model, layer_of, parts, step, tokens, values_of
 from tests.test_spectrum import NAMES, normal
-from tests.test_statistics import Watch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode

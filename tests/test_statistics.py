@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests import reference
+from tests.devices import Watch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnwatch.hooks import maps, statistics
 from attnwatch.hooks.attention import Attention
@@ -305,49 +304,6 @@ def test_norms_bound_the_largest_logit(seed: int) -> None:
     assert (found["logit_max"][known] <= bound[known] * (1 + 1e-5)).all()
 
 
-class Watch(TorchDispatchMode):
-    """Refuses operations that wait for the device; keeps the size of the largest result."""
-
-    WAITS = (
-        "_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "item",
-        "_linalg_eigh", "_linalg_svd", "_linalg_check_errors",
-    )  # fmt: skip
-
-    def __init__(self, waits: tuple[str, ...] = WAITS) -> None:
-        super().__init__()
-        self.waits = waits
-        self.largest = 0
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = func.__name__.split(".")[0]
-        assert name not in self.waits, f"{name} waits for the device"
-        if name.startswith("index"):
-            indices = args[1] if isinstance(args[1], list) else []
-            assert all(i is None or i.dtype != torch.bool for i in indices), "a bool index waits for the device"
-        result = func(*args, **(kwargs or {}))
-        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
-        for made in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in given:
-                self.largest = max(self.largest, made.numel())
-        return result
-
-
-def test_the_watch_sees_a_wait() -> None:
-    """The proof that the tests below can fail."""
-    for wait in (
-        lambda t: t.sum().item(),
-        lambda t: bool(t[0, 0]),
-        lambda t: t[t > 0],
-        lambda t: t.nonzero(),
-        torch.linalg.eigvalsh,
-        torch.linalg.svdvals,
-    ):
-        with pytest.raises(AssertionError, match="waits for the device"), Watch():
-            wait(torch.ones(3, 3))
-
-
 @pytest.mark.parametrize("seed", range(245, 265))
 def test_never_waits_for_the_device_nor_draws_random_numbers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made, _ = call(seed)
@@ -387,7 +343,7 @@ def test_all_rows_never_hold_a_whole_map(masked: bool, monkeypatch: pytest.Monke
     g = torch.Generator().manual_seed(3)
     q, k = torch.randn(2, 1, 4, 2560, 8, generator=g)
     mask = torch.ones(1, 1, 2560, 2560, dtype=torch.bool).tril() if masked else None
-    with Watch(waits=()) as watch:
+    with Watch(syncs=()) as watch:
         measure(Attention(q[None, 0], k[None, 0], causal=not masked, mask=mask), [0], range(2560))
     assert watch.largest <= 1024 * 2560
     assert watch.largest < 2560 * 2560 / 2

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from tests import reference
+from tests.devices import Watch
 from tests.models import D, H, Heads, Mixer, Model, causal, layer_of, linear, parts, separate, step, tokens, values_of
 from tests.test_spectrum import normal
-from tests.test_statistics import Watch
 from torch import Tensor, nn
 
 import attnwatch
@@ -135,7 +135,7 @@ def test_the_scale_of_the_weights_does_not_matter(factor: float) -> None:
 def test_never_forms_the_product() -> None:
     """Nor draws a random number."""
     state = torch.get_rng_state()
-    with Watch(waits=()) as watch:
+    with Watch(syncs=()) as watch:
         update(*(normal(n, 8, 200, seed=n).float() for n in (4, 2, 4, 2)))
     assert torch.equal(torch.get_rng_state(), state)
     assert watch.largest <= 4 * 16 * 200
