@@ -40,7 +40,7 @@ class Size(NamedTuple):
     heads: int
 
 
-SIZES = {"14 M": Size(6, 384, 6), "92 M": Size(12, 768, 12), "311 M": Size(24, 1024, 16)}
+SIZES = {"2 M": Size(4, 128, 4), "14 M": Size(6, 384, 6), "92 M": Size(12, 768, 12), "311 M": Size(24, 1024, 16)}
 
 
 class Case(NamedTuple):
@@ -57,7 +57,7 @@ QUICK = (Case("14 M", 256, 4), Case("92 M", 256))
 FULL = (
     Case("14 M", 256, 4, rounds=2), Case("14 M", 512, 4, rounds=2), Case("14 M", 2048), Case("14 M", 8192),
     Case("14 M", 512, 4, rows=16), Case("14 M", 512, 4, rows=256), Case("14 M", 512, 4, rows=None),
-    Case("92 M", 512), Case("92 M", 2048), Case("311 M", 512),
+    Case("92 M", 512), Case("92 M", 2048), Case("311 M", 512), Case("2 M", 128, 4, rounds=4),
 )  # fmt: skip
 LONG = 4096  # positions of the one sequence in the measurement of memory
 
@@ -148,10 +148,12 @@ def every_step(table: Table, case: Case) -> None:
     del added[looks]
     sample = statistics.median(added)
     share = ((SPECTRUM_EVERY - 1) * sample + look) / SPECTRUM_EVERY / step
-    table.add_row(
+    row = [
         case.size, f"{case.batch} x {case.length}", str(case.rows or "all"), f"{1e3 * step:.0f}",
         f"{1e3 * sample:+.1f}", f"{1e3 * look:+.1f}", f"{1 + share:.3f}", f"{1 + share / EVERY:.4f}",
-    )  # fmt: skip
+    ]  # fmt: skip
+    table.add_row(*row)
+    print("  ".join(row), file=sys.stderr)  # hours may pass until the table is whole
 
 
 def default_cadence(rounds: int) -> str:
