@@ -1,8 +1,11 @@
 """What merging the ranks costs: time a sample by number of ranks, and one rank's work among 1,024. Two tables.
 
-Gloo processes of this machine merge samples of 32 layers x 32 heads, made up: nothing is measured or trained. CPU time
-is of one rank, all of its threads; where processes share cores the wall time is mostly of waiting for each other. Meet:
-until all ranks have come. Own: this rank's arithmetic, without any communication; its CPU time.
+Gloo processes of this machine merge samples of 32 layers x 32 heads, made up: nothing is measured or trained. In turn
+with each sample they send as much with nothing of ours around it: a barrier and the two all-to-alls that a sample is
+made of; or, as a merge might have been written, a barrier and two all-reduces. Ours: what a sample takes beyond its own
+bare collectives, the median of the differences. CPU time is of one rank, all of its threads; where processes share
+cores the wall time is mostly of waiting for one. Meet: until all ranks have come; the barrier stands for it among the
+bare ones. Own: this rank's arithmetic; its CPU time.
 
 Of 1,024 ranks one process does what each of them would: lay out what all hold, pack its share, unpack the sum. The
 network's part is not simulated: only its bytes are counted.
@@ -19,15 +22,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 from attnwatch.hooks.layers import METRICS, Layer
-from attnwatch.hooks.packing import Held, held, lay_out, pack, unpack
+from attnwatch.hooks.packing import Held, held, lay_out, pack, sliced, unpack
 from attnwatch.hooks.probe import Reading
 from attnwatch.hooks.ranks import Given, Ranks
 from attnwatch.hooks.statistics import ATTENTION
@@ -36,22 +41,28 @@ LAYERS, HEADS, WARM = 32, 32, 5
 
 
 class Cost(NamedTuple):
-    """Milliseconds a sample, medians."""
+    """Milliseconds a sample, medians: wall and CPU time of the bare collectives, of a sample, and of what is ours."""
 
-    wall: float
+    reduces: float
+    reduces_cpu: float
+    bare: float
+    bare_cpu: float
+    merged: float
+    merged_cpu: float
+    ours: float
+    ours_cpu: float
     meet: float
-    cpu: float
     own: float
 
 
-def reading(layers: Sequence[int], heads: int, part: tuple[int, int] = (0, 1)) -> Reading:
-    """Of one rank: numbers that a run might have."""
+def reading(layers: Sequence[int], heads: int, part: tuple[int, int] = (0, 1), looked: bool = False) -> Reading:
+    """Of one rank: numbers that a run might have. looked: at the weights too, which is so in every fifth sample."""
     random = np.random.default_rng(0)
     kept = tuple(
         Layer(f"layers.{n}.attention", heads, heads, 128, "bfloat16", state="verified", part=part) for n in layers
     )
     values = random.random((len(METRICS), len(kept), heads)).astype(np.float32)
-    values[[metric.name for metric in METRICS].index("wq_sigma_max")] = 1.0  # the same weights on all ranks
+    values[len(ATTENTION) :] = 1.0 if looked else np.nan  # the same weights on all ranks
     pairs = random.random((2, len(ATTENTION), len(kept), heads)) + 1.0
     return Reading(tuple(layer.name for layer in kept), kept, values, pairs, np.zeros(0), (), 0.0)
 
@@ -61,25 +72,50 @@ def measured(samples: int) -> Cost:
     ranks, mine = Ranks("benchmark"), reading(range(LAYERS), HEADS)
     meet, waits = ranks._meet, []
 
-    def timed(step: int) -> None:
+    def timed(step: int, is_wide: bool) -> bool:
         start = time.perf_counter()
-        meet(step)
+        answer = meet(step, is_wide)
         waits.append(time.perf_counter() - start)
+        return answer
 
     ranks._meet = timed  # type: ignore[method-assign]
-    walls, cpus, owns = [], [], []
+    scalars = {"loss": 1.0, "grad_norm": 2.0}
+    told = held(mine, scalars)
+    share = pack(lay_out([told], [{}]), mine, scalars, [0.0] * 5)
+    share = share._replace(last=share.last[:0])
+    sums, tops, _ = (torch.from_numpy(numbers) for numbers in share)
+    rows = torch.from_numpy(sliced(share, ranks.size)[0])
+    found, group = torch.empty_like(rows), dist.new_group(backend="gloo")
+
+    def reduces() -> None:
+        dist.barrier(group)
+        dist.all_reduce(sums, dist.ReduceOp.MAX, group)  # its sum would grow without end
+        dist.all_reduce(tops, dist.ReduceOp.MAX, group)
+
+    def exchanges() -> None:
+        dist.barrier(group)
+        for _ in range(2):
+            dist.all_to_all_single(found, rows, group=group)
+
+    spent, owns = [], []
     for step in range(samples + WARM):
-        given = Given(step, mine, {"loss": 1.0, "grad_norm": 2.0}, False, 20)
-        dist.barrier()
-        wall, cpu = time.perf_counter(), time.process_time()
-        ranks.merge(given)
-        walls.append(time.perf_counter() - wall)
-        cpus.append(time.process_time() - cpu)
+        given = Given(step, mine, scalars, False, 20)
+        spent.append([clocked(work) for work in (reduces, exchanges, partial(ranks.merge, given))])
         start = time.process_time()
         ranks.own(given)
         owns.append(time.process_time() - start)
     ranks.leave()
-    return Cost(*(1000 * statistics.median(times[WARM:]) for times in (walls, waits, cpus, owns)))
+    times = np.array(spent[WARM:])  # [samples, 3, wall and CPU]
+    middle = 1000 * np.median(np.concatenate([times, times[:, [2]] - times[:, [1]]], 1), 0)
+    return Cost(*middle.ravel(), *(1000 * statistics.median(each[WARM:]) for each in (waits, owns)))
+
+
+def clocked(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of wall and of CPU time, once all ranks are there."""
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def together(count: int, samples: int) -> Cost:
@@ -111,7 +147,7 @@ def simulated(spread: Spread) -> list[str]:
     """One row: what one of the ranks does and sends."""
     stages = np.array_split(np.arange(LAYERS), spread.pipeline)
     kinds: list[Reading] = [
-        reading([int(n) for n in stage], HEADS // spread.tensor, (part, spread.tensor))
+        reading([int(n) for n in stage], HEADS // spread.tensor, (part, spread.tensor), looked=True)
         for stage in stages
         for part in range(spread.tensor)
     ]
@@ -128,6 +164,7 @@ def simulated(spread: Spread) -> list[str]:
         f"{median(lambda: pack(layout, kinds[0], {'loss': 1.0}, [0.0] * 5)):.2f}",
         f"{median(lambda: unpack(layout, share)):.2f}",
         f"{(share.sums.nbytes + share.tops.nbytes) / 1024:.0f}",
+        f"{sum(each.nbytes for each in share) / 1024:.0f}",
         f"{1000 * laid:.0f}",
         f"{told / 2**20:.1f}",
     ]
@@ -167,12 +204,14 @@ def main() -> None:
         print(*measured(options.samples))
         dist.destroy_process_group()
         return
-    console = Console()
-    table = Table("ranks", "wall, ms", "meet, ms", "CPU, ms", "own, ms", title=f"A sample, {os.cpu_count()} cores")
+    console = Console(width=100)
+    columns = ("2 all-reduces", "2 all-to-alls", "a sample", "ours", "of it meet", "of it own")
+    table = Table("ranks", *columns, title=f"Milliseconds, wall / CPU of a rank; {os.cpu_count()} cores")
     for count in options.ranks:
-        table.add_row(str(count), *(f"{each:.2f}" for each in together(count, options.samples)))
+        cost = [f"{each:.1f}" for each in together(count, options.samples)]
+        table.add_row(str(count), *map(" / ".join, zip(cost[:8:2], cost[1:8:2], strict=True)), *cost[8:])
     console.print(table)
-    titles = ("data x tensor x pipe", "pack, ms", "unpack, ms", "KiB", "once: lay out, ms", "told, MiB")
+    titles = ("data x tensor x pipe", "pack, ms", "unpack, ms", "KiB", "with weights", "once: lay out, ms", "told, MiB")
     table = Table(*titles, title="One of 1,024 ranks")
     for spread in (Spread(1024, 1, 1), Spread(128, 8, 1), Spread(16, 8, 8)):
         table.add_row(*simulated(spread))

@@ -7,8 +7,9 @@ spread.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ _SUMMED = [i for i, metric in enumerate(ATTENTION) if metric.merge in ("mean", "
 _LARGEST = [i for i, metric in enumerate(ATTENTION) if metric.merge == "max"]
 _LEAST = [i for i, metric in enumerate(ATTENTION) if metric.merge == "min"]
 _LAST = slice(len(ATTENTION), len(METRICS))
+_TOPS, _LASTS = len(_LARGEST) + len(_LEAST), len(METRICS) - len(ATTENTION) + 1
 _PRINT = [metric.name for metric in METRICS].index("wq_sigma_max")
 """A fingerprint of weights: the same on all ranks that hold the same head."""
 
@@ -48,16 +50,33 @@ class Layout:
 
     layers: tuple[Layer, ...] = ()
     measured: tuple[str, ...] = ()
-    starts: Mapping[str, int] | None = None
+    starts: Mapping[str, int] = field(default_factory=dict)
     heads: int = 0
     scalars: tuple[str, ...] = ()
 
+    def slots(self, layers: Sequence[Layer], width: int) -> NDArray[np.intp]:
+        """`[L, width]`: where the heads of these layers stand; one behind all where there is none.
+
+        A layer that is new, or larger than it was, has no place: the layout follows."""
+        whole = {layer.name: layer.heads for layer in self.layers}
+        places = [
+            (self.starts[x.name] + x.part[0] * x.heads, x.heads)
+            if x.name in self.starts and x.heads * x.part[1] <= whole[x.name]
+            else (0, 0)
+            for x in layers
+        ]
+        first, heads = np.array(places, int).reshape(-1, 2).T[..., None]
+        head = np.arange(width)
+        return np.where(head < heads, first + head, self.heads)
+
 
 class Packed(NamedTuple):
-    """Float64 vectors: `sums` merge by adding, `tops` by the largest."""
+    """Float64 vectors: `sums` merge by adding, `tops` and `last` by the largest. last: of the weights; may be left out,
+    being empty, where no rank has any."""
 
     sums: Numbers
     tops: Numbers
+    last: Numbers
 
 
 def held(reading: Reading, scalars: Iterable[str]) -> Held:
@@ -71,6 +90,8 @@ def held(reading: Reading, scalars: Iterable[str]) -> Held:
 def lay_out(ranks: Sequence[Held], notes: Sequence[Mapping[str, str]]) -> Layout:
     """One layout of what all ranks hold, the same on each. notes: of each rank's layers, by name."""
     measured = tuple(dict.fromkeys(name for rank in ranks for name in rank.measured))
+    if any(rank.measured != measured for rank in ranks):  # stages, which may be dealt out like cards
+        measured = _by_number(measured)
     found: dict[str, list[tuple[int, Layer]]] = {name: [] for name in measured}
     for number, rank in enumerate(ranks):
         for layer in rank.layers:
@@ -84,6 +105,14 @@ def lay_out(ranks: Sequence[Held], notes: Sequence[Mapping[str, str]]) -> Layout
     return Layout(layers, measured, starts, heads, tuple(sorted({name for rank in ranks for name in rank.scalars})))
 
 
+def _by_number(names: Sequence[str]) -> tuple[str, ...]:
+    """In the order of the numbers in them; what stands between these keeps the order of its first appearance."""
+    parts = [re.split(r"(\d+)", name) for name in names]
+    order = {text: at for at, text in enumerate(dict.fromkeys(text for split in parts for text in split[::2]))}
+    keys = [[int(x) if at % 2 else order[x] for at, x in enumerate(split)] for split in parts]
+    return tuple(name for _, name in sorted(zip(keys, names, strict=True)))
+
+
 def _together(of_ranks: Sequence[tuple[int, Layer]], notes: Sequence[Mapping[str, str]]) -> Layer:
     """A layer is seen as surely as the rank that sees it worst."""
     number, worst = min(of_ranks, key=lambda entry: _STATES.index(entry[1].state))
@@ -94,28 +123,52 @@ def _together(of_ranks: Sequence[tuple[int, Layer]], notes: Sequence[Mapping[str
     return replace(worst, note=note, heads=heads, kv_heads=worst.kv_heads * worst.part[1], part=(0, 1))
 
 
+def of_weights(reading: Reading) -> bool:
+    """Whether it says anything of weights: they are looked at in some samples."""
+    return not np.isnan(reading.values[_LAST]).all()
+
+
 def pack(layout: Layout, reading: Reading, scalars: Mapping[str, float], signals: Sequence[float]) -> Packed:
     """This rank's share. signals: numbers of which the largest counts."""
-    sums = np.zeros((2 * len(_SUMMED), layout.heads))
-    tops = np.full((len(_LARGEST) + len(_LEAST) + (_LAST.stop - _LAST.start) + 1, layout.heads), -np.inf)
+    sums = np.zeros((2 * len(_SUMMED), layout.heads + 1))
+    tops, last = (np.full((rows, layout.heads + 1), -np.inf) for rows in (_TOPS, _LASTS))
     mine = {layer.name: layer for layer in reading.layers}
-    whole = {layer.name: layer.heads for layer in layout.layers}
-    for at, name in enumerate(reading.measured):
-        layer = mine[name]
-        if layout.starts is None or layer.heads * layer.part[1] > whole.get(name, 0):
-            continue  # new, or larger than it was: the layout follows
-        start = layout.starts[name] + layer.part[0] * layer.heads
-        slots = slice(start, min(start + layer.heads, layout.starts[name] + whole[name]))
-        row, (values, weights) = reading.values[:, at, : layer.heads], reading.pairs[:, :, at, : layer.heads]
-        sums[:, slots] = np.concatenate([np.where(weights > 0, values, 0.0)[_SUMMED], weights[_SUMMED]])
-        seen = np.where(weights > 0, values, np.nan)
-        parts = [seen[_LARGEST], -seen[_LEAST], row[_LAST], -row[[_PRINT]]]
-        tops[:, slots] = np.nan_to_num(np.concatenate(parts), nan=-np.inf, posinf=np.inf, neginf=-np.inf)
+    slots = layout.slots([mine[name] for name in reading.measured], reading.values.shape[2])
+    values, weights = reading.pairs
+    sums[:, slots] = np.concatenate([np.where(weights > 0, values, 0.0)[_SUMMED], weights[_SUMMED]])
+    seen = np.where(weights > 0, values, np.nan)
+    tops[:, slots] = np.concatenate([seen[_LARGEST], -seen[_LEAST]])
+    if of_weights(reading):
+        last[:, slots] = np.concatenate([reading.values[_LAST], -reading.values[[_PRINT]]])
+    for numbers in (tops, last):
+        numbers[np.isnan(numbers)] = -np.inf
     given = [(scalars[name], 1.0) if name in scalars else (0.0, 0.0) for name in layout.scalars]
     return Packed(
-        np.concatenate([sums.ravel(), np.array(given).ravel()]),
-        np.concatenate([tops.ravel(), np.nan_to_num(np.array(signals, float), nan=-np.inf)]),
+        np.concatenate([sums[:, :-1].ravel(), np.array(given).ravel()]),
+        np.concatenate([tops[:, :-1].ravel(), np.nan_to_num(np.array(signals, float), nan=-np.inf)]),
+        last[:, :-1].ravel(),
     )
+
+
+def sliced(share: Packed, ranks: int) -> tuple[Numbers, int]:
+    """`[ranks, n]`: the share in equal slices, one for each rank to merge; the numbers of each that add up."""
+    sums, tops = (
+        np.append(x, np.full(-len(x) % ranks, empty)).reshape(ranks, -1)
+        for x, empty in ((share.sums, 0.0), (np.append(share.tops, share.last), -np.inf))
+    )
+    return np.concatenate([sums, tops], 1), sums.shape[1]
+
+
+def merged(slices: Numbers, adding: int) -> Numbers:
+    """`[n]` of all ranks' numbers of one slice, `[ranks, n]`."""
+    return np.concatenate([slices[:, :adding].sum(0), slices[:, adding:].max(0)])
+
+
+def joined(slices: Numbers, adding: int, like: Packed) -> Packed:
+    """The merged slices `[ranks, n]` as one again."""
+    sums, tops = slices[:, :adding].ravel(), slices[:, adding:].ravel()
+    tops, last, _ = np.split(tops, np.cumsum([len(like.tops), len(like.last)]))
+    return Packed(sums[: len(like.sums)], tops, last)
 
 
 class Unpacked(NamedTuple):
@@ -133,30 +186,27 @@ class Unpacked(NamedTuple):
 def unpack(layout: Layout, packed: Packed) -> Unpacked:
     """What all ranks together say; also of the share of one."""
     cut = 2 * len(_SUMMED) * layout.heads
-    sums, given = packed.sums[:cut].reshape(2, -1, layout.heads), packed.sums[cut:].reshape(-1, 2)
-    rows = len(_LARGEST) + len(_LEAST) + (_LAST.stop - _LAST.start) + 1
-    tops, signals = packed.tops[: rows * layout.heads].reshape(rows, -1), packed.tops[rows * layout.heads :]
-    pair = np.zeros((2, len(ATTENTION), layout.heads))
-    pair[:, _SUMMED] = sums
-    ends = tops[: len(_LARGEST) + len(_LEAST)].copy()
-    pair[1, _LARGEST + _LEAST] = ends > -np.inf
+    sums, given = packed.sums[:cut].reshape(2, len(_SUMMED), layout.heads), packed.sums[cut:].reshape(-1, 2)
+    cut = _TOPS * layout.heads
+    tops, signals = packed.tops[:cut].reshape(_TOPS, layout.heads), packed.tops[cut:]
+    pair = np.zeros((2, len(ATTENTION), layout.heads + 1))
+    pair[:, _SUMMED, :-1] = sums
+    ends = tops.copy()
+    pair[1, _LARGEST + _LEAST, :-1] = ends > -np.inf
     ends[len(_LARGEST) :] *= -1
-    pair[0, _LARGEST + _LEAST] = ends
-    last = np.where(tops[len(ends) : -1] > -np.inf, tops[len(ends) : -1], np.nan)
-    flat = np.concatenate([finished(pair), last])
-    highest, lowest = flat[_PRINT], -tops[-1]
-    apart = np.isfinite(highest) & (highest - lowest > _ALIKE * np.abs(highest))
+    pair[0, _LARGEST + _LEAST, :-1] = ends
+    flat = np.full((len(METRICS), layout.heads + 1), np.nan, np.float32)
+    flat[: len(ATTENTION)] = finished(pair)
+    apart = np.zeros(layout.heads + 1, bool)
+    if packed.last.size:
+        *last, lowest = packed.last.reshape(_LASTS, layout.heads)
+        flat[_LAST, :-1] = np.where(np.isneginf(last), np.nan, last)
+        highest = flat[_PRINT, :-1]
+        apart[:-1] = np.isfinite(highest) & (highest + lowest > _ALIKE * np.abs(highest))
 
-    shape = (len(layout.measured), max((layer.heads for layer in layout.layers), default=0))
-    values = np.full((len(METRICS), *shape), np.nan, np.float32)
-    pairs = np.zeros((2, len(ATTENTION), *shape))
-    torn = []
-    for at, layer in enumerate(layout.layers[: len(layout.measured)]):
-        assert layout.starts is not None
-        slots = slice(layout.starts[layer.name], layout.starts[layer.name] + layer.heads)
-        if layer.state != "uncovered":
-            values[:, at, : layer.heads], pairs[:, :, at, : layer.heads] = flat[:, slots], pair[:, :, slots]
-        if apart[slots].any():
-            torn.append(layer.name)
+    layers = layout.layers[: len(layout.measured)]
+    slots = layout.slots(layers, max((layer.heads for layer in layout.layers), default=0))
+    torn = tuple(layers[i].name for i in np.flatnonzero(apart[slots].any(1)))
+    slots[[layer.state == "uncovered" for layer in layers]] = layout.heads
     scalars = {name: float(total / count) for name, (total, count) in zip(layout.scalars, given, strict=True) if count}
-    return Unpacked(values, pairs, scalars, signals.tolist(), tuple(torn))
+    return Unpacked(flat[:, slots], pair[:, :, slots], scalars, signals.tolist(), torn)

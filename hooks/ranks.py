@@ -3,7 +3,9 @@
 They meet at the store of torch.distributed's default group, where each says that it came; the last one opens the door,
 and a rank that leaves, or that has waited too long, shuts it: the first word counts, for all. Only behind an open door
 are collectives entered, so that nobody waits in one for a rank that will not come. They go over a gloo group of their
-own and hold numbers of the host: two all-reduces a sample, whatever the model's devices are.
+own and hold numbers of the host, whatever the model's devices are: two all-to-alls a sample. In the first each rank
+gets one slice of what all hold, merges it by sums and by largest values, and in the second gives it to all. All-reduces
+would be one for each kind of merge, and pass their numbers from rank to rank, one after another.
 """
 
 from __future__ import annotations
@@ -21,9 +23,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from attnwatch.hooks.layers import METRICS
-from attnwatch.hooks.packing import Held, Layout, Packed, held, lay_out, pack, unpack
+from attnwatch.hooks.packing import (
+    Held,
+    Layout,
+    Packed,
+    held,
+    joined,
+    lay_out,
+    merged,
+    of_weights,
+    pack,
+    sliced,
+    unpack,
+)
 from attnwatch.hooks.probe import Reading
 from attnwatch.hooks.statistics import ATTENTION
 
@@ -42,7 +57,8 @@ POLL = 0.25
 PATIENCE = 120.0
 """Seconds that a rank waits for another before ranks part. Training would wait for it too."""
 
-_OPEN = "open"
+_OPEN, _WIDE = "open", "open wide"  # without and with numbers of weights
+_OF_WEIGHTS = 1 << 32  # what a rank with such adds to the count of those that came
 _CHANGED = -5  # the first of the signals, at the end of what merges by the largest
 _TIMES: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
@@ -141,23 +157,24 @@ class Ranks:
         changed = mine != self._held or bool(fresh) or given.news is not None
         share = self._pack(given, changed)
         try:
-            self._meet(given.step)
+            is_wide = self._meet(given.step, of_weights(given.reading))
             start = time.perf_counter()  # training would have waited for the others too
             told: list[_Message] = []
-            total = self._reduce(share)
+            total = self._reduce(share, is_wide)
             if total.tops[_CHANGED] > 0:
                 notes = {layer.name: layer.note for layer in given.reading.layers}
                 told = self._tell(_Message(mine, notes, fresh, given.news))
                 self._held = mine
                 self._said.update(fresh)
                 self._layout = lay_out([message.held for message in told], [message.notes for message in told])
-                total = self._reduce(self._pack(given, False))
+                total = self._reduce(self._pack(given, False), is_wide)
         except PartedError:
             self._part()
             raise
         except Exception as error:  # the network, or a rank that died in the middle
-            self._part()
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            self._shut(self._next + 1, text)  # a rank that had all it needed waits there
+            self._part()
             raise PartedError(text, self._next > 0) from error
         self._next += 1
         return self._agreed(given, total, told, time.perf_counter() - start)
@@ -181,7 +198,7 @@ class Ranks:
         torn = "ranks hold different weights under this name, and are measured as one: give their modules other names"
         problems += [(name, torn) for name in known.torn]
         if last != -first:
-            problems.append(("step", f"ranks are at different steps, {int(-first)} to {int(last)}; count alike on all"))
+            problems.append(("step", f"ranks count steps differently, {int(last + first)} apart; count alike on all"))
         reading = Reading(
             self._layout.measured,
             self._layout.layers,
@@ -195,13 +212,15 @@ class Ranks:
 
     # --- meeting ------------------------------------------------------------------------------------------------------
 
-    def _meet(self, step: int) -> None:
-        """Returns on all ranks, or raises PartedError on all."""
+    def _meet(self, step: int, is_wide: bool) -> bool:
+        """Returns on all ranks, or raises PartedError on all. Whether one of them has numbers of weights, and so what
+        all are to send."""
         n = self._next
         door, came = f"{n}/door", f"{n}/came"
         self._store.set(f"came/{self.rank}", str(n))
-        if self._store.add(came, 1) == self.size:
-            self._store.compare_set(door, "", _OPEN)
+        wide, count = divmod(self._store.add(came, 1 + is_wide * _OF_WEIGHTS), _OF_WEIGHTS)
+        if count == self.size:
+            self._store.compare_set(door, "", _WIDE if wide else _OPEN)
             for key in (f"{n - 1}/door", f"{n - 1}/came"):  # all have passed it
                 self._store.delete_key(key)
         elif n == 0 and not self._waited([f"watches/{rank}" for rank in range(self.size)], START):
@@ -214,16 +233,18 @@ class Ranks:
                 late = f"{_named(self._absent('came', n))} did not come to the sample of step {step}"
                 self._store.compare_set(door, "", f"{late} within {PATIENCE:.0f} s")
         answer = self._store.get(door).decode()
-        if answer != _OPEN:
+        if answer not in (_OPEN, _WIDE):
             raise PartedError(answer, n > 0)
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE))
+        return answer == _WIDE
 
     def _waited(self, keys: list[str], seconds: float) -> bool:
         """Whether the keys were set in that time."""
         end = time.monotonic() + seconds
         with suppress(RuntimeError):  # of several kinds, by kind of store
             self._store.wait(keys, timedelta(seconds=min(seconds, SPEAK)))
+            return True
         while not (there := self._store.check(keys)) and time.monotonic() < end:
             time.sleep(POLL)  # a wait of the store's is deaf to Ctrl-C, and writes two lines to the log when it ends
         return there
@@ -240,9 +261,12 @@ class Ranks:
     def leave(self) -> None:
         """This rank comes to no sample any more. Idempotent; nobody waits for anybody."""
         if not self._parted:
-            with suppress(Exception):  # the store is gone where rank 0 has ended
-                self._store.compare_set(f"{self._next}/door", "", f"rank {self.rank} closed its monitor")
+            self._shut(self._next, f"rank {self.rank} closed its monitor")
             self._part()
+
+    def _shut(self, n: int, why: str) -> None:
+        with suppress(Exception):  # the store is gone where rank 0 has ended
+            self._store.compare_set(f"{n}/door", "", why)
 
     def _part(self) -> None:
         self._parted = True
@@ -253,11 +277,18 @@ class Ranks:
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
-    def _reduce(self, share: Packed) -> Packed:
-        sums, tops = (torch.from_numpy(x) for x in share)
-        dist.all_reduce(sums, dist.ReduceOp.SUM, self._group)
-        dist.all_reduce(tops, dist.ReduceOp.MAX, self._group)
-        return Packed(sums.numpy(), tops.numpy())
+    def _reduce(self, share: Packed, is_wide: bool) -> Packed:
+        """Each rank merges one slice of what all hold, and gives it to all."""
+        share = share if is_wide else share._replace(last=share.last[:0])
+        mine, adding = sliced(share, self.size)
+        whole = self._exchange(np.tile(merged(self._exchange(mine), adding), (self.size, 1)))
+        return joined(whole, adding, share)
+
+    def _exchange(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """`[ranks, n]`: a row for each rank, to one from each."""
+        found = torch.empty(rows.shape, dtype=torch.float64)
+        dist.all_to_all_single(found, torch.from_numpy(rows), group=self._group)
+        return found.numpy()
 
     def _tell(self, message: _Message) -> list[_Message]:
         told: list[Any] = [None] * self.size

@@ -68,6 +68,10 @@ def _shapes(model: nn.Module) -> Iterator[tuple[str, torch.Size]]:
         # DeepSpeed's ZeRO-3 leaves an empty tensor, and the real shape beside it.
         yield name, getattr(parameter, "ds_shape", parameter.shape)
     for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            # DDP over tensor parallelism (`device_mesh=`): after the first forward they are no parameters any more.
+            if type(value).__name__ == "DTensor":
+                yield f"{name}.{attribute}", value.shape
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)  # of FullyShardedDataParallel
         for inner, shape in zip(getattr(flat, "_fqns", ()), getattr(flat, "_shapes", ()), strict=True):
             yield f"{name}.{inner}", shape

@@ -155,7 +155,8 @@ class Tap(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        handler = self.handlers.get(getattr(func, "__name__", ""))
+        # Traced code (torch.export, torch.distributed.pipelining.pipeline) calls operators: `name.overload`.
+        handler = self.handlers.get(getattr(func, "__name__", "").partition(".")[0])
         if handler is not None and any(type(x).__name__ == "DTensor" for x in (*args, *kwargs.values(), out)):
             # Looking at a sharded tensor may be a collective, which the other ranks would not join.
             self.handle(self.handlers["sharded"], handler, func, args, kwargs, out)

@@ -210,9 +210,9 @@ def _candidates(shape: Shape, x: Tensor, frame: Frame) -> list[Candidate]:
 
 def _views(module: torch.nn.Module) -> dict[tuple[int, torch.Size], str]:
     """Names of parameters that stand as plain tensors while they are whole, by address and shape: views of a flat one
-    (FullyShardedDataParallel)."""
+    (FullyShardedDataParallel), what DDP makes of split ones."""
     return {
-        (value.data_ptr(), value.shape): f"{name}.{attribute}".lstrip(".")
+        (local(value).data_ptr(), local(value).shape): f"{name}.{attribute}".lstrip(".")
         for name, part in module.named_modules()
         for attribute, value in vars(part).items()
         if isinstance(value, Tensor) and value.dim() == 2

@@ -61,10 +61,10 @@ class Cadence:
         """Steps from now to the next sampled one."""
         return max(self._next - self.count, 0)
 
-    def resume(self, count: int) -> None:
-        """Go on after `count` steps: the next multiple of `every` is sampled."""
+    def resume(self, count: int, at_once: bool = False) -> None:
+        """Go on after `count` steps: the next multiple of `every` is sampled, or the next step."""
         self.count = count
-        self._next = math.ceil(count / self._every) * self._every
+        self._next = count if at_once else math.ceil(count / self._every) * self._every
 
     def follow(self, interval: int) -> None:
         """Right after `finish` of a sampled step: the next one comes after so many, as all ranks have agreed."""

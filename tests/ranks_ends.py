@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.ranks_worker import LENGTH, TOKENS, WATCH, decoder, loss_of
+from tests.ranks_decoder import LENGTH, TOKENS, WATCH, decoder, loss_of
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import attnwatch
 from attnwatch import Monitor, Rule, TrainingStopped
@@ -88,6 +89,7 @@ def stays_away(place: Path) -> Told:
     if rank() == 1:
         fit(None, model)
         return {}
+    ranks.START = 0.5
     with attnwatch.watch(model, run=place, **QUICK) as monitor:
         fit(monitor, model)
     return told(monitor)
@@ -99,6 +101,7 @@ def first_stays_away(place: Path) -> Told:
     if rank() == 0:
         fit(None, model)
         return {}
+    ranks.START = 0.5
     with attnwatch.watch(model, run=place, **QUICK) as monitor:
         fit(monitor, model)
     return told(monitor)
@@ -135,6 +138,24 @@ def is_interrupted(place: Path) -> Told:
     fit(monitor, model, [1])
     monitor.close()
     return told(monitor, waited=waited)
+
+
+def joins(place: Path) -> Told:
+    """Rank 1 has half of the data: DDP shadows what it does not do any more."""
+    model = DistributedDataParallel(decoder())
+    with model.join():  # type: ignore[no-untyped-call]
+        monitor = attnwatch.watch(model, run=place, **QUICK)
+        start = time.monotonic()
+        fit(monitor, model, range(4 if rank() == 0 else 2))
+        monitor.close()
+    return told(monitor, seconds=time.monotonic() - start)
+
+
+def sees_nothing(place: Path) -> Told:
+    model = decoder().eval()
+    with attnwatch.watch(model, run=place, **QUICK) as monitor:
+        fit(monitor, model, range(2))
+    return told(monitor)
 
 
 def stops(place: Path) -> Told:
@@ -191,23 +212,56 @@ def resumes(place: Path) -> Told:
     return told(monitor)
 
 
+def resumes_unequally(place: Path) -> Told:
+    """Training holds the ranks together, and only one of them has a state to go on with."""
+    model = DistributedDataParallel(decoder())
+    with attnwatch.watch(model, run=place / "first", **{**QUICK, "every": 3}) as monitor:
+        fit(monitor, model, range(5))
+        state = monitor.state_dict()
+    with attnwatch.watch(model, run=place / "second", **{**QUICK, "every": 3}) as monitor:
+        if rank() == 0:
+            monitor.load_state_dict(state)
+        fit(monitor, model, range(5, 10) if rank() == 0 else range(5))
+    return told(monitor)
+
+
 def dies(place: Path) -> Told:
     """Rank 1 is killed in the middle of a sample, behind the open door."""
     model = decoder()
     monitor = attnwatch.watch(model, run=place, **QUICK)
     fit(monitor, model, [0, 1])
     if rank() == 1:
-        dist.all_reduce = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_to_all_single = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     fit(monitor, model, [2, 3])
     monitor.close()
     return told(monitor)
 
 
+def breaks(place: Path) -> Told:
+    """Rank 1 loses its connection when rank 0 already has all it needs of a sample."""
+    model, exchange, sent = decoder(), dist.all_to_all_single, []
+    monitor = attnwatch.watch(model, run=place, **QUICK)
+    fit(monitor, model, [0])
+
+    def broken(*call: Any, **more: Any) -> None:
+        sent.append(exchange(*call, **more))
+        if len(sent) == 2:
+            raise ConnectionResetError("reset by peer")
+
+    if rank() == 1:
+        dist.all_to_all_single = broken
+    start = time.monotonic()
+    fit(monitor, model, [1, 2, 3])
+    dist.all_to_all_single = exchange
+    monitor.close()
+    return told(monitor, seconds=time.monotonic() - start)
+
+
 def counts(place: Path) -> Told:
     """Collectives of each of six samples; rank 0 has an alert in the third, which goes on."""
     model, called = decoder(), []
-    collectives = dist.all_reduce, dist.all_gather_object
-    dist.all_reduce = lambda *call: (called.append("reduce"), collectives[0](*call))
+    collectives = dist.all_to_all_single, dist.all_gather_object
+    dist.all_to_all_single = lambda *call, **more: (called.append("exchange"), collectives[0](*call, **more))
     dist.all_gather_object = lambda *call: (called.append("gather"), collectives[1](*call))
     each = []
     rules = [Rule("late", "info", "scalar.mark >= 2")]
@@ -216,19 +270,19 @@ def counts(place: Path) -> Told:
             fit(monitor, model, [step])
             each.append(list(called))
             called.clear()
-    dist.all_reduce, dist.all_gather_object = collectives
+    dist.all_to_all_single, dist.all_gather_object = collectives
     return told(monitor, each=each)
 
 
 ENDS = (
-    fails, leaves, stays_away, first_stays_away, falls_silent, is_interrupted, stops, apart, different, keeps_a_budget,
-    resumes, counts, dies,
+    fails, leaves, stays_away, first_stays_away, falls_silent, is_interrupted, joins, sees_nothing, stops, apart,
+    different, keeps_a_budget, resumes, resumes_unequally, counts, breaks, dies,
 )  # fmt: skip
 
 if __name__ == "__main__":
-    ranks.START = 0.5
     dist.init_process_group("gloo")
     for name in sys.argv[2:]:
+        ranks.START = 60.0  # a busy machine keeps one of them from coming at once
         dist.barrier()
         way = {end.__name__: end for end in ENDS}[name]
         content = way(Path(sys.argv[1]) / name)

@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from attnwatch.hooks.layers import METRICS, Layer
-from attnwatch.hooks.packing import Layout, Packed, Unpacked, held, lay_out, pack, unpack
+from attnwatch.hooks.packing import (
+    Layout,
+    Packed,
+    Unpacked,
+    held,
+    joined,
+    lay_out,
+    merged,
+    of_weights,
+    pack,
+    sliced,
+    unpack,
+)
 from attnwatch.hooks.probe import Reading
 from attnwatch.hooks.statistics import ATTENTION, finish, merge
 
@@ -50,8 +62,26 @@ def together(
     passed = scalars or [{} for _ in readings]
     layout = lay_out([held(r, s) for r, s in zip(readings, passed, strict=True)], notes or [{} for _ in readings])
     shares = [pack(layout, r, s, [at]) for at, (r, s) in enumerate(zip(readings, passed, strict=True))]
-    total = Packed(np.sum([share.sums for share in shares], 0), reduce(np.maximum, [share.tops for share in shares]))
-    return layout, unpack(layout, total)
+    return layout, unpack(layout, exchanged(shares))
+
+
+def exchanged(shares: Sequence[Packed]) -> Packed:
+    """As the ranks do it: each merges one slice of all shares."""
+    rows, (adding, *_) = zip(*(sliced(share, len(shares)) for share in shares), strict=True)
+    slices = [merged(np.stack(of_all), adding) for of_all in zip(*rows, strict=True)]
+    return joined(np.stack(slices), adding, shares[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_slices_that_are_merged_apart_are_the_whole_merged(ranks: int) -> None:
+    """Also where their sizes, 5 and 4, do not divide by the number of ranks, and where nothing is known of weights."""
+    shares = [Packed(np.arange(5.0) + rank, np.array([rank, -rank]), np.array([-np.inf, 7])) for rank in range(ranks)]
+    total = exchanged(shares)
+    assert total.sums.tolist() == [ranks * n + ranks * (ranks - 1) / 2 for n in range(5)]
+    assert total.tops.tolist() == [ranks - 1, 0]
+    assert total.last.tolist() == [-np.inf, 7]
+    narrow = exchanged([share._replace(last=share.last[:0]) for share in shares])
+    assert [each.tolist() for each in narrow] == [total.sums.tolist(), total.tops.tolist(), []]
 
 
 def test_each_kind_of_merge() -> None:
@@ -103,11 +133,42 @@ def test_layers_that_are_split_stand_in_the_order_of_ranks() -> None:
     np.testing.assert_array_equal(known.values[NAMES.index("logit_max")], [[1, np.nan, np.nan], [2, 3, 4]])
 
 
+@pytest.mark.parametrize(
+    ("ranks", "order"),
+    [
+        ((["0.blocks.0", "1.blocks.10"], ["0.blocks.1", "1.blocks.2"]), [0, 1, 2, 10]),
+        ((["encoder.0", "encoder.1"], ["decoder.0", "decoder.1"]), [0, 1, 0, 1]),
+        ((["blocks.1", "blocks.0"], ["blocks.1", "blocks.0"]), [1, 0]),
+    ],
+)
+def test_layers_that_were_dealt_out_stand_in_their_order(ranks: tuple[list[str], ...], order: list[int]) -> None:
+    """By their numbers, but encoders before decoders if the first rank has those; as they come where all hold all."""
+    readings = [reading([layer(name) for name in names], np.zeros((2, len(ATTENTION), 2, 1))) for names in ranks]
+    assert [int(name.split(".")[-1]) for name in together(readings)[0].measured] == order
+
+
+def test_nothing_measured_on_any_rank_is_an_empty_sample() -> None:
+    _, known = together([reading([], np.zeros((2, len(ATTENTION), 0, 0)))] * 2, [{"loss": 1.0}, {"loss": 3.0}])
+    assert known.values.shape == (len(METRICS), 0, 0)
+    assert (known.scalars, known.signals) == ({"loss": 2.0}, [1.0])
+
+
 def test_a_layer_is_seen_as_surely_as_by_the_rank_that_sees_it_worst() -> None:
     seen, unseen = reading([layer()], measured(entropy=(2, 2))), reading([layer(state="uncovered")], measured())
     layout, known = together([seen, unseen], notes=[{"a": "fine"}, {"a": "no row sees any key"}])
     assert [(each.state, each.note) for each in layout.layers] == [("uncovered", "rank 1: no row sees any key")]
     assert np.isnan(known.values).all()
+
+
+def test_what_no_rank_says_of_weights_need_not_be_sent() -> None:
+    readings = [reading([layer()], measured(entropy=(2, 2))) for _ in range(2)]
+    layout = lay_out([held(each, []) for each in readings], [{}, {}])
+    wide = exchanged([pack(layout, each, {}, [0.0]) for each in readings])
+    narrow = unpack(layout, wide._replace(last=wide.last[:0]))
+    assert not of_weights(readings[0])
+    assert of_weights(reading([layer()], measured(), {"qk_rank": 6.0}))
+    np.testing.assert_array_equal(narrow.values, unpack(layout, wide).values)
+    assert narrow.torn == ()
 
 
 @pytest.mark.parametrize(("other", "torn"), [(3.0, ()), (3.001, ()), (3.1, ("a",))])

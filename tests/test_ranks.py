@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tests import ranks_worker as worker
-from tests.gang import gang
+from tests.gang import gang, nodes
+from tests.ranks_decoder import HEADS, WATCH, decoder, train
+from tests.ranks_worker import RANKS
 
 import attnwatch
 from attnwatch.hooks.layers import METRICS
@@ -22,45 +24,51 @@ EXACT, MEANS = ("max", "min", "sum"), 1e-6
 SHARDED = {"update_ratio", "update_rank"}
 """Of weights that are sharded after the step: not measured."""
 
+SPLIT = {name for name in RANKS if "parallel" in name}
 PARTED = {"layer_energy_top10", "layer_directions_90"}
 """Of all heads of a layer together, which no rank has."""
 
 
+STAGES = {
+    "pipeline_interleaved": ("0.blocks.0", "0.blocks.1", "1.blocks.2", "1.blocks.3"),
+    "pipeline_in_v": ("0.blocks.0", "0.blocks.1", "1.blocks.2", "1.blocks.3"),
+}
+"""Blocks of a model of four: the first and the second stage of each rank."""
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks, in every way but one; and four."""
+    """Two ranks, in every way but two; and two nodes of two."""
     place = tmp_path_factory.mktemp("ranks")
-    gang("ranks_worker.py", 2, str(place), *worker.WAYS)
-    gang("ranks_worker.py", 4, str(place), *worker.MESH)
+    gang("ranks_worker.py", 2, str(place))
+    nodes("ranks_worker.py", 2, 2, str(place))
     return place
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype], Run]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """The same training by one process, on the whole batch."""
-    made: dict[torch.dtype, Run] = {}
 
-    def train(dtype: torch.dtype) -> Run:
-        if dtype not in made:
-            place = tmp_path_factory.mktemp("alone") / "run"
-            model = worker.decoder().to(dtype)
-            worker.train(model, slice(None), lambda model: attnwatch.watch(model, run=place, **worker.WATCH))
-            made[dtype] = attnwatch.open_run(place)
-        return made[dtype]
+    @cache
+    def trained(blocks: int = 2, dtype: torch.dtype = torch.float32) -> Run:
+        place = tmp_path_factory.mktemp("alone") / "run"
+        model = decoder(blocks).to(dtype)
+        train(model, slice(None), lambda model: attnwatch.watch(model, run=place, **WATCH))
+        return attnwatch.open_run(place)
 
-    return train
-
-
-def ranks_of(way: str) -> int:
-    return 4 if way in worker.MESH else 2
+    return trained
 
 
 def left(trained: Path, way: str) -> list[dict[str, Any]]:
     """What each rank left."""
-    return [torch.load(trained / f"{way}-{rank}.pt", weights_only=False) for rank in range(ranks_of(way))]
+    return [torch.load(trained / f"{way}-{rank}.pt", weights_only=False) for rank in range(RANKS[way])]
 
 
-ALL = [*worker.WAYS, *worker.MESH]
+def layers(way: str) -> tuple[str, ...]:
+    return tuple(f"{block}.attention" for block in STAGES.get(way, ("blocks.0", "blocks.1")))
+
+
+ALL = list(RANKS)
 
 
 @pytest.mark.parametrize("way", ALL)
@@ -69,7 +77,7 @@ def test_training_is_the_same_bit_by_bit(way: str, trained: Path) -> None:
     for rank in left(trained, way):
         assert rank["same"]
         assert rank["problems"] == []
-        assert rank["coverage"] == [(f"blocks.{n}.attention", "verified", worker.HEADS) for n in range(2)]
+        assert rank["coverage"] == [(layer, "verified", HEADS) for layer in layers(way)]
         assert rank["run"] == str(trained / way)
 
 
@@ -80,13 +88,13 @@ def test_every_rank_ends_with_the_same_sample(way: str, trained: Path) -> None:
 
 
 @pytest.mark.parametrize("way", [way for way in ALL if way != "fsdp_bfloat16"])
-def test_the_merged_sample_is_that_of_one_process(way: str, trained: Path, alone: Callable[[torch.dtype], Run]) -> None:
+def test_the_merged_sample_is_that_of_one_process(way: str, trained: Path, alone: Callable[..., Run]) -> None:
     """On the same global batch: largest values exactly, means to 1e-6. Split heads multiply smaller matrices, which
     round otherwise; so do gradients that are added up by ranks, so that later steps are near and not the same."""
-    run, expected = attnwatch.open_run(trained / way), alone(torch.float32)
-    split = "tensor_parallel" in way
-    unknown = (SHARDED if "fsdp" in way else set()) | (PARTED if split else set())
-    assert run.layers == expected.layers
+    run, expected = attnwatch.open_run(trained / way), alone(len(layers(way)))
+    split = way in SPLIT
+    unknown = (SHARDED if "fsdp" in way or way == "ddp_over_tensor_parallel" else set()) | (PARTED if split else set())
+    assert run.layers == layers(way)
     assert run.steps.tolist() == expected.steps.tolist() == [0, 2]
     for metric in METRICS:
         found, real = run.metric(metric.name), expected.metric(metric.name)
@@ -105,9 +113,9 @@ def apart(found: NDArray[np.float32], real: NDArray[np.float32]) -> float:
     return 0.0 if np.isnan(off).all() else float(np.nanmax(off))
 
 
-def test_mixed_precision_is_measured_as_it_is_computed(trained: Path, alone: Callable[[torch.dtype], Run]) -> None:
+def test_mixed_precision_is_measured_as_it_is_computed(trained: Path, alone: Callable[..., Run]) -> None:
     """Fully sharded, parameters cast to bfloat16 for the forward: as a bfloat16 model, weights too."""
-    run, expected = attnwatch.open_run(trained / "fsdp_bfloat16"), alone(torch.bfloat16)
+    run, expected = attnwatch.open_run(trained / "fsdp_bfloat16"), alone(2, torch.bfloat16)
     assert {layer.dtype for layer in run.coverage} == {"bfloat16"}
     for metric in METRICS:
         if metric.name not in SHARDED:
@@ -117,10 +125,11 @@ def test_mixed_precision_is_measured_as_it_is_computed(trained: Path, alone: Cal
 
 @pytest.mark.parametrize("way", ALL)
 def test_a_scalar_of_a_sampled_step_is_the_mean_over_the_ranks_that_gave_it(
-    way: str, trained: Path, alone: Callable[[torch.dtype], Run]
+    way: str, trained: Path, alone: Callable[..., Run]
 ) -> None:
     """The loss of the global batch; of a pipeline only the last stage gives one. Between samples rank 0's own."""
     steps, losses = attnwatch.open_run(trained / way).scalar("loss")
-    assert steps.tolist() == ([0, 2] if way == "pipeline" else [0, 1, 2, 3])
-    known = alone(torch.bfloat16 if way == "fsdp_bfloat16" else torch.float32).scalar("loss")[1]
+    is_known = not way.startswith("pipeline") or way == "pipeline_in_v"  # whose last stage is with the first
+    assert steps.tolist() == ([0, 1, 2, 3] if is_known else [0, 2])
+    known = alone(len(layers(way)), torch.bfloat16 if way == "fsdp_bfloat16" else torch.float32).scalar("loss")[1]
     assert math.isclose(losses[0], known[0], rel_tol=1e-6)

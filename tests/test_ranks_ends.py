@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from tests import ranks_ends
 from tests.gang import gang
-from tests.ranks_worker import decoder
+from tests.ranks_decoder import decoder
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import attnwatch
@@ -95,6 +95,19 @@ def test_who_waits_hears_ctrl_c(ended: Path) -> None:
     assert second["problems"] == [["ranks", left]]
 
 
+def test_a_rank_without_data_leaves_in_the_middle_of_a_join(ended: Path) -> None:
+    """Told at once: nobody's patience is tried."""
+    assert attnwatch.open_run(ended / "joins").steps.tolist() == [0, 1, 2, 3]
+    left = "ranks are not merged any more: rank 1 closed its monitor; this run holds what rank 0 sees"
+    assert problems(ended, "joins") == [("ranks", left)]
+    assert all(rank["seconds"] < 60 for rank in told(ended, "joins"))
+
+
+def test_ranks_that_see_no_attention_say_why(ended: Path) -> None:
+    why = "no attention call was seen in this step: the model is in eval mode (call model.train() for training steps)"
+    assert problems(ended, "sees_nothing") == [("model", why), ("model", f"rank 1: {why}")]
+
+
 def test_what_many_ranks_say_is_one_problem() -> None:
     """Of 1,024 ranks: the run has room for a thousand."""
     same, own = ("blocks.0", "gave nothing"), ("sample", "no memory")
@@ -126,7 +139,7 @@ def test_different_weights_under_one_name_are_named(ended: Path) -> None:
     found = dict(problems(ended, "different"))
     assert set(found) == {"blocks.1.attention", "step"}
     assert found["blocks.1.attention"].startswith("ranks hold different weights under this name")
-    assert found["step"].startswith("ranks are at different steps, 0 to 1")
+    assert found["step"] == "ranks count steps differently, 1 apart; count alike on all"
 
 
 def test_a_budget_is_kept_by_all_alike(ended: Path) -> None:
@@ -138,17 +151,34 @@ def test_a_budget_is_kept_by_all_alike(ended: Path) -> None:
 
 
 def test_a_resumed_run_goes_on_with_the_steps(ended: Path) -> None:
+    """Its first step is sampled: there the ranks meet."""
     steps = [attnwatch.open_run(ended / "resumes" / name).steps.tolist() for name in ("first", "second")]
-    assert steps == [[0, 3], [6, 9]]
+    assert steps == [[0, 3], [5, 8]]
+
+
+def test_a_state_that_one_rank_alone_was_given_holds_up_nobody(ended: Path) -> None:
+    run = attnwatch.open_run(ended / "resumes_unequally" / "second")
+    assert run.steps.tolist() == [5, 8]
+    assert [text for _, text in problems(ended, "resumes_unequally/second")] == [
+        "ranks count steps differently, 5 apart; count alike on all"
+    ]
 
 
 def test_a_sample_is_two_collectives(ended: Path) -> None:
-    """One for each kind of merge, however many layers. What ranks hold is told in the first sample, the alert of the
-    third in the fourth: each once."""
-    plain = ["reduce", "reduce"]
+    """However many layers and kinds of merge. What ranks hold is told in the first sample, the alert of the third in
+    the fourth: each once."""
+    plain = ["exchange", "exchange"]
     news = [*plain, "gather", *plain]
     for rank in told(ended, "counts"):
         assert rank["each"] == [news, plain, plain, news, plain, plain]
+
+
+def test_a_rank_whose_connection_breaks_is_not_waited_for(ended: Path) -> None:
+    """Not even by one that noticed nothing."""
+    assert attnwatch.open_run(ended / "breaks").steps.tolist() == [0, 1, 2, 3]
+    ((_, text),) = problems(ended, "breaks")
+    assert text.startswith("ranks are not merged any more: ConnectionResetError: reset by peer")
+    assert all(rank["seconds"] < 60 for rank in told(ended, "breaks"))
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_a_sample_ends_the_merging_only(ended: Path) -> None:
