@@ -72,7 +72,7 @@ def source_of(path: Path) -> Source | None:
     inside = sorted(entry for entry in path.iterdir() if not _NO_WEIGHTS.search(entry.name))
     indices = [entry for entry in inside if entry.name.endswith(_INDEX)]
     files = [entry for entry in inside if entry.is_file() and entry.suffix.lower() in weight_files.KINDS]
-    folders = [entry for entry in inside if (entry / dcp.METADATA).is_file()]
+    folders = [entry for entry in inside if _is_file(entry / dcp.METADATA)]
     for found in (indices, files, folders):
         if len(found) == 1:
             return source_of(found[0])
@@ -81,9 +81,23 @@ def source_of(path: Path) -> Source | None:
     return None
 
 
+def _is_file(path: Path) -> bool:
+    """False, too, in a directory that may not be entered."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path stands for one whole checkpoint of a model, by its name and what is in it."""
-    return source_of(path) is not None and not _NO_WEIGHTS.search(path.name) and not (path.is_file() and _is_part(path))
+    """Whether a path stands for one whole checkpoint of a model, by its name and what is in it. True where it cannot be
+    looked at: to open it says why."""
+    if _NO_WEIGHTS.search(path.name):
+        return False
+    try:
+        return source_of(path) is not None and not (path.is_file() and _is_part(path))
+    except OSError:
+        return True
 
 
 def _is_part(path: Path) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from attnwatch.monitor.alerts import Alert
+from attnwatch.monitor.alerts import Alert, TrainingStopped
 from attnwatch.monitor.outputs.apart import Apart
 from attnwatch.monitor.sample import Problem, Sample, Update
 
@@ -73,13 +73,15 @@ class Elsewhere:
 
 
 class Journal:
-    """Records and tells; nothing here raises. problems: what does not work, each said once, at the newest `step`."""
+    """Records and tells; nothing here raises. problems: what does not work, each said once, at the newest `step`.
+    exception: the type of the one that ended training, "" for none."""
 
     def __init__(self, writer: Writer, outputs: Sequence[Output]) -> None:
         self.path = writer.path
         self.outputs = list(outputs)
         self.problems: list[Problem] = []
         self.step = 0
+        self.exception = ""
         self._writer = writer
         self._recorded = 0  # of the problems
         self._failed: set[tuple[str, type[Exception]]] = set()
@@ -130,6 +132,11 @@ class Journal:
             return False
         return True
 
+    def blame(self, kind: type[BaseException] | None) -> None:
+        """What training was left by; None: by nothing. `sys.exit`, and a stop that was asked for, break nothing."""
+        if kind is not None and not issubclass(kind, SystemExit | TrainingStopped):
+            self.exception = kind.__name__
+
     def close(self) -> None:
         self._record_problems()
         self.safely(RUN, self._writer.close)
@@ -141,7 +148,9 @@ class Journal:
                 output.end()  # all at once: one that hangs takes no time from the others
         while len(self.outputs) > 1:
             output = self.outputs.pop()
-            self.safely(_name(output), output.close)
+            # An exporter's `close` says that the run was finished: one that an exception ended is only gone.
+            close = getattr(output, "discard", output.close) if self.exception else output.close
+            self.safely(_name(output), close)
 
     def _record_problems(self) -> None:
         """What a full disk refused is tried again with the next problem, and at the end."""

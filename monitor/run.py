@@ -32,13 +32,14 @@ class Run:
     """One run as it was when it was opened; open it again to see more of a live one (`open_run(path, before=run)`).
 
     path: the directory. header: run.json as it stands. rules: as plain dicts. ended: whether it was closed in order.
+    exception: the type of the one that ended it ("RuntimeError"), "" for none.
     metrics, layers (names) and heads (the widest layer's): the axes of `metric`. steps, times (unix seconds), seconds
     (cost of the sample): `[S]`, in order of step; where a step was recorded twice the later record counts.
     alerts: the newest state of each, oldest first. coverage: the newest of each layer; coverages: all of it, each with
     the step from which it held. unmeasured: steps at which a sample was to be taken and gave nothing. intervals:
     (step, steps from sample to sample from then on, share of the time that they cost), as a budget changed it. resumed:
-    the state of the rule engine with which the run began, None for a fresh one. problems: those it recorded, then what
-    could not be read (`where` is the file, `step` the last one read before it).
+    the state of the rule engine with which the run began, None for a fresh one. problems: those it recorded, then
+    those of `unreadable`: what could not be read (`where` is the file, `step` the last one read before it).
     """
 
     steps: NDArray[np.int64]
@@ -51,6 +52,7 @@ class Run:
     intervals: tuple[tuple[int, int, float], ...]
     resumed: dict[str, Any] | None
     ended: bool
+    exception: str
 
     def __init__(self, path: Path, header: dict[str, Any], numbers: list[int], before: Run | None = None) -> None:
         """numbers: the segments, listed before `header` was read, so that it describes all of them.
@@ -74,6 +76,10 @@ class Run:
     @property
     def problems(self) -> tuple[Problem, ...]:
         return (*self._reported, *self._unreadable)
+
+    @property
+    def unreadable(self) -> tuple[Problem, ...]:
+        return tuple(self._unreadable)
 
     @property
     def is_thinned(self) -> bool:
@@ -259,7 +265,7 @@ class Run:
         coverages: list[tuple[int, tuple[Coverage, ...]]] = []
         unmeasured: list[int] = []
         intervals: list[tuple[int, int, float]] = []
-        self.ended, self.resumed = False, None
+        self.ended, self.exception, self.resumed = False, "", None
         step = 0
         for number, line in self._lines(EVENTS):
             try:
@@ -281,7 +287,7 @@ class Run:
                     case "problem":
                         self._reported.append(plain(Problem, line))
                     case "end":
-                        self.ended = True
+                        self.ended, self.exception = True, str(line.get("exception", ""))
             except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
                 self._cannot_read(EVENTS, f"line {number} is no event that this version knows, left out", step)
         self.alerts, self.coverage = tuple(alerts.values()), tuple(coverage.values())
@@ -314,16 +320,20 @@ def open_run(path: str | PathLike[str], *, before: Run | None = None) -> Run:
     folder = as_path(path, "a run")
     if folder.name == HEADER and not folder.is_dir():
         folder = folder.parent
+    names, unlisted = [], None
     try:
         names = [_SEGMENT_NAME.fullmatch(entry.name) for entry in (folder / SAMPLES).iterdir()]
-    except OSError:
-        names = []  # the header says better what is wrong
+    except OSError as error:
+        unlisted = error.strerror
     numbers = sorted(int(name[1]) for name in names if name)
-    header = _read_header(folder)
+    header = _read_header(folder)  # says better what is wrong where there is no run
     if before is not None and {**before.header, "layouts": ()} != {**header, "layouts": ()}:
         before = None  # another run took its place
     try:
-        return Run(folder, header, numbers, before)
+        run = Run(folder, header, numbers, before)
+        if unlisted is not None:
+            run._cannot_read(f"{SAMPLES}/", f"cannot be read: {unlisted}", 0)
+        return run
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise _unreadable(folder, f"{type(error).__name__}: {error}") from error
 
@@ -345,6 +355,9 @@ def _read_header(folder: Path) -> dict[str, Any]:
         header = json.loads((folder / HEADER).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         found = f"a directory without {HEADER}" if folder.is_dir() else "a file" if folder.exists() else "nothing"
+        inside = sorted(header.parent.name for header in folder.glob(f"*/{HEADER}"))
+        if inside:
+            found += f" (runs in it: {', '.join(inside[:4])}{', ...' if len(inside) > 4 else ''})"
         raise UsageError(
             f"expected a run directory at {str(folder)!r}, found {found}; give the directory that was passed as run="
         ) from None

@@ -10,8 +10,9 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from attnwatch.hooks.spectrum import LAYER_INPUT, LAYER_WIDTH, SPECTRUM, spectru
 from attnwatch.monitor.alerts import Alert
 from attnwatch.monitor.options import choose_rules, header
 from attnwatch.monitor.rules import Engine, Rule, load_rules, of_file
-from attnwatch.monitor.sample import Coverage, Metric, Sample, UsageError
+from attnwatch.monitor.sample import Coverage, Metric, Problem, Sample, UsageError
 from attnwatch.monitor.scan_record import SOURCE, Record
 from attnwatch.monitor.steps import Step
 
@@ -77,10 +78,12 @@ class Scanned(NamedTuple):
 
 @dataclass(frozen=True)
 class Scan:
-    """What was found. checkpoints: in order of step. alerts: of all rules, oldest first."""
+    """What was found. checkpoints: in order of step. alerts: of all rules, oldest first. problems: the checkpoints that
+    were left out, and why."""
 
     checkpoints: tuple[Scanned, ...]
     alerts: tuple[Alert, ...]
+    problems: tuple[Problem, ...] = ()
 
 
 def scan(
@@ -96,17 +99,23 @@ def scan(
     """Scan checkpoints in order of step; with `out`, record them as a run there.
 
     heads, kv_heads, layout (of `placement.LAYOUTS`): what the checkpoints do not tell. rules: a TOML file in place of
-    the default ones. Raises UsageError: unreadable, nothing that is attention, or none of it can be placed; and for an
-    `out` that holds anything but an earlier scan.
+    the default ones. A checkpoint that is unreadable, holds nothing that is attention, or none that can be placed, is
+    left out. Raises UsageError where all are; and for an `out` that holds anything but an earlier scan.
     """
     chosen, source = choose_rules(rules)
     chosen = (*chosen, *load_rules(Path(__file__).with_name("scan_rules.toml")))
     options = Options(len(steps), heads, kv_heads, layout, source)
     with of_file(rules):
         engine = Engine(chosen, ALL_METRICS)
-    opened = [_open(step, options) for step in steps]
-    record = None if out is None else Record(out, _header(steps, opened, options, chosen), len(_MEASURED))
-    total = sum(len(layers.placed) for _, layers in opened)
+    opened: list[_Opened] = []
+    problems: list[Problem] = []
+    for step in steps:
+        with _left_out(step, problems):
+            opened.append(_open(step, options))
+    if not opened:
+        raise UsageError(problems[0].text)
+    record = None if out is None else Record(out, _header(opened, options, chosen), len(_MEASURED))
+    total = sum(len(each.placed) for each in opened)
     found: list[Scanned] = []
     done = 0
 
@@ -114,31 +123,49 @@ def scan(
         nonlocal done
         done += 1
         if progress is not None:
-            progress(step.name, done, total)
+            progress(each.step.name, done, total)
 
     try:
-        for step, (checkpoint, layers) in zip(steps, opened, strict=True):
-            scanned = _measure(step, checkpoint, layers, record, advance)
-            changed = engine.on_sample(scanned.sample, scanned.coverage, {})
-            if record is not None:
-                record.add(scanned.sample, scanned.coverage, changed)
-            found.append(scanned)
+        for each in opened:
+            with _left_out(each.step, problems):
+                scanned = _measure(each, record, advance)
+                changed = engine.on_sample(scanned.sample, scanned.coverage, {})
+                if record is not None:
+                    record.add(scanned.sample, scanned.coverage, changed)
+                found.append(scanned)
     finally:
         if record is not None:
-            record.close(ended=len(found) == len(steps))
-    return Scan(tuple(found), engine.alerts)
+            record.close(problems, ended=len(found) + len(problems) == len(steps))
+    if not found:
+        raise UsageError(problems[0].text)
+    return Scan(tuple(found), engine.alerts, tuple(problems))
 
 
-class _Layers(NamedTuple):
+@contextmanager
+def _left_out(step: Step, problems: list[Problem]) -> Iterator[None]:
+    """A checkpoint that cannot be scanned is named, and the others go on."""
+    try:
+        yield
+    except UsageError as error:
+        problems.append(Problem(step.number, step.name, str(error)))
+
+
+class _Opened(NamedTuple):
+    step: Step
+    checkpoint: Checkpoint
     placed: list[Placed]
     unplaced: list[Unplaced]
 
 
-def _open(step: Step, options: Options) -> tuple[Checkpoint, _Layers]:
+def _open(step: Step, options: Options) -> _Opened:
     try:
         checkpoint = open_checkpoint(step.path)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise UsageError(str(error)) from None
+    except OSError as error:
+        raise UsageError(
+            f"expected a checkpoint at {str(step.path)!r}, found: {error.strerror}; check who may read it"
+        ) from None
     found = place(checkpoint.tensors, checkpoint.config, options.heads, options.kv_heads, options.layout)
     placed = [each for each in found if isinstance(each, Placed)]
     unplaced = [each for each in found if isinstance(each, Unplaced)]
@@ -153,19 +180,19 @@ def _open(step: Step, options: Options) -> tuple[Checkpoint, _Layers]:
         raise UsageError(
             f"expected weights that can be placed in {str(step.path)!r}, found {first.layer}{more}: {first.note}"
         )
-    return checkpoint, _Layers(placed, unplaced)
+    return _Opened(step, checkpoint, placed, unplaced)
 
 
-def _header(
-    steps: Sequence[Step], opened: Sequence[tuple[Checkpoint, _Layers]], options: Options, rules: Sequence[Rule]
-) -> dict[str, Any]:
-    checkpoint, layers = opened[0]
-    names = {name for layer in layers.placed for name in (layer.q.name, layer.k.name)}
+def _header(opened: Sequence[_Opened], options: Options, rules: Sequence[Rule]) -> dict[str, Any]:
+    first = opened[0]
+    names = {name for layer in first.placed for name in (layer.q.name, layer.k.name)}
     facts = {
         "source": SOURCE,
-        "model": str(checkpoint.config.get("model_type") or checkpoint.path.name),
-        "parameters": sum(int(np.prod(checkpoint.tensors[name].shape)) for name in names),
-        "checkpoints": [{"step": x.number, "path": str(x.path), "step_from": x.source} for x in steps],
+        "model": str(first.checkpoint.config.get("model_type") or first.checkpoint.path.name),
+        "parameters": sum(int(np.prod(first.checkpoint.tensors[name].shape)) for name in names),
+        "checkpoints": [
+            {"step": each.step.number, "path": str(each.step.path), "step_from": each.step.source} for each in opened
+        ],
     }
     versions = {"torch": torch.__version__}
     return header(options, ALL_METRICS, rules, versions, **facts)
@@ -174,12 +201,17 @@ def _header(
 # --- one checkpoint ---------------------------------------------------------------------------------------------------
 
 
-def _measure(
-    step: Step, checkpoint: Checkpoint, layers: _Layers, record: Record | None, advance: Callable[[], None]
-) -> Scanned:
-    """Every placed layer, `WORKERS` of them at a time; those in the journal are taken from there."""
+def _measure(opened: _Opened, record: Record | None, advance: Callable[[], None]) -> Scanned:
+    """Every placed layer, `WORKERS` of them at a time; those in the journal are taken from there. Raises UsageError."""
     started = time.perf_counter()
-    mark = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in checkpoint.files]
+    step, checkpoint, placed, _ = opened
+    try:
+        files = [(str(file.resolve()), file.stat()) for file in checkpoint.files]
+    except OSError as error:  # a trainer that keeps the newest ones has removed it meanwhile
+        raise UsageError(
+            f"expected {str(step.path)!r} to stay while it is scanned, found: {error.strerror}; scan what is left"
+        ) from None
+    mark = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
     disk = threading.Lock()
 
     def measure(layer: Placed) -> NDArray[np.float32]:
@@ -193,20 +225,20 @@ def _measure(
                 record.keep(key, layer.layer, known)
         return known
 
-    values = np.full((len(ALL_METRICS), len(layers.placed), max(x.heads for x in layers.placed)), np.nan, np.float32)
+    values = np.full((len(ALL_METRICS), len(placed), max(x.heads for x in placed)), np.nan, np.float32)
     workers = ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(1,))
     try:
-        for at, found in enumerate(workers.map(measure, layers.placed)):
+        for at, found in enumerate(workers.map(measure, placed)):
             values[_ROWS, at, : found.shape[1]] = found
             advance()
     except ValueError as error:
         raise UsageError(str(error)) from None
     finally:
         workers.shutdown(cancel_futures=True)
-    names = tuple(layer.layer for layer in layers.placed)
-    modified = max(file.stat().st_mtime for file in checkpoint.files)
+    names = tuple(layer.layer for layer in placed)
+    modified = max(stat.st_mtime for _, stat in files)
     seconds = time.perf_counter() - started
-    return Scanned(step, Sample(step.number, modified, tuple(_NAMES), names, values, seconds), _coverage(layers))
+    return Scanned(step, Sample(step.number, modified, tuple(_NAMES), names, values, seconds), _coverage(opened))
 
 
 def layer_values(layer: Placed, tensors: dict[str, Tensor]) -> NDArray[np.float32]:
@@ -267,13 +299,13 @@ def _bound(layer: Placed, gain_q: Tensor, gain_k: Tensor) -> Tensor:
     return bound
 
 
-def _coverage(layers: _Layers) -> tuple[Coverage, ...]:
+def _coverage(opened: _Opened) -> tuple[Coverage, ...]:
     """A placed layer counts as verified, as rules keep the spectra of such layers only; its note says how far."""
     placed = [
         Coverage(x.layer, "verified", x.heads, x.kv_heads, x.head_dim, x.qk_norm, x.note, x.dtype)
-        for x in layers.placed
+        for x in opened.placed
     ]
-    return (*placed, *(Coverage(x.layer, "uncovered", note=x.note) for x in layers.unplaced))
+    return (*placed, *(Coverage(x.layer, "uncovered", note=x.note) for x in opened.unplaced))
 
 
 def _key(mark: object, layer: Placed) -> str:

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnwatch.monitor.alerts import Alert
+from attnwatch.monitor.records import ordinary
 from attnwatch.monitor.run import EVENTS, HEADER, SAMPLES, SCALARS
-from attnwatch.monitor.sample import Coverage, Sample, UsageError
+from attnwatch.monitor.sample import Coverage, Problem, Sample, UsageError
 from attnwatch.monitor.store import RunWriter
 
 JOURNAL = "scan.jsonl"
@@ -33,8 +34,15 @@ class Record:
         self._step = 0
         self._lock = threading.Lock()
         self._known = dict(_take_over(path, rows))
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            # Before anything of a run is there: whenever this process is killed, the directory is an earlier scan's.
+            self._journal = open(path / JOURNAL, "ab")  # noqa: SIM115 (open as long as the scan)
+        except OSError as error:
+            raise UsageError(
+                f"expected a new directory or an earlier scan at {str(path)!r}, found: {error.strerror}; name another"
+            ) from None
         self._writer = RunWriter(path, described)
-        self._journal = open(path / JOURNAL, "ab")  # noqa: SIM115 (open as long as the scan)
 
     def known(self, key: str) -> NDArray[np.float32] | None:
         return self._known.get(key)
@@ -58,7 +66,9 @@ class Record:
             if alert.fired_step is not None:
                 self._writer.event({"event": "alert", "step": step, **asdict(alert)})
 
-    def close(self, ended: bool) -> None:
+    def close(self, problems: Sequence[Problem], ended: bool) -> None:
+        for problem in problems:
+            self._writer.event({"event": "problem", **asdict(problem)})
         if ended:
             self._writer.event({"event": "end", "step": self._step})
         self._writer.close()
@@ -75,8 +85,9 @@ def _take_over(path: Path, rows: int) -> Iterator[tuple[str, NDArray[np.float32]
         return
     if (path / HEADER).exists():
         try:
+            ordinary(path / HEADER)
             source = json.loads((path / HEADER).read_bytes()).get("source")
-        except (ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError):
             source = None
         if source != SOURCE:
             raise UsageError(f"expected a new directory or an earlier scan at {str(path)!r}, found another run")

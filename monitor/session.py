@@ -154,7 +154,7 @@ class Monitor:
             raise UsageError("expected load_state_dict right after watch(), found steps done; call it before the first")
         counts, self._engine = thaw_counts(state), self._engine.resumed(state["engine"])
         self._step, finished, self._samples, self._seconds = counts
-        self._cadence.resume(finished)
+        self._cadence.resume(finished, at_once=self._ranks is not None)  # ranks meet, whatever each was told before
         self._journal.step, self._scalars = self._step, self._engine.scalars
         self._journal.event("resumed", self._step, {"state": self._engine.state_dict()})
         for alert in self._engine.alerts:
@@ -179,7 +179,7 @@ class Monitor:
         if self._stepped is None:
             self._journal.problem("step", NO_STEP)
         end = {"time": time.time(), "samples": self._samples, "seconds": self._seconds}
-        self._journal.event("end", self._step, end)
+        self._journal.event("end", self._step, {**end, "exception": self._journal.exception})
         if self._report:
             self._journal.safely("report", self.report)
         self._tell(is_new=False)
@@ -204,6 +204,7 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._journal.blame(kind)
         self.close()
 
     def __str__(self) -> str:

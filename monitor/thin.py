@@ -39,16 +39,26 @@ def thin(run: Run, path: Path, every: int, around: int) -> Thinned:
     """Copies a run to `path`, whole or not at all; the run itself stays as it is.
 
     every: samples in a group. around: samples that are kept on both sides of what happened.
-    Raises UsageError for a run that is thinned already, a place that is taken and one that cannot be written.
+    Raises UsageError for a run that is thinned already or lacks a file, a place that is taken and one that cannot be
+    written.
     """
     if run.is_thinned:
         raise UsageError(f"expected a run with all its samples, found {str(run.path)!r} thinned already")
     if os.path.lexists(path):
         raise UsageError(f"expected a new directory, found {str(path)!r} there already; name another")
+    for name in (SCALARS, EVENTS):
+        _check_lines(run.path / name)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        scratch.mkdir(parents=True)
         done = _write(run, scratch, every, around)
         os.replace(scratch, path)
+    except (OSError, UsageError) as error:
+        found = error.__cause__ or error  # of the writer's errors, which name the scratch directory
+        raise UsageError(
+            f"expected room for the copy, found {str(path)!r} ({getattr(found, 'strerror', None) or found}); name "
+            "another place"
+        ) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return done
@@ -115,8 +125,19 @@ def _write(run: Run, path: Path, every: int, around: int) -> Thinned:
     return Thinned(left, count)
 
 
+def _check_lines(source: Path) -> None:
+    try:
+        ordinary(source)
+        with open(source, "rb"):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"expected {source.name} in the run {str(source.parent)!r}, found: {error.strerror}; restore it or make an "
+            "empty one"
+        ) from None
+
+
 def _copy_lines(source: Path, target: Path) -> None:
     """The whole lines: what follows the last newline may still be growing."""
-    ordinary(source)
     with open(source, "rb") as lines, open(target, "wb") as copy:
         copy.writelines(line for line in lines if line.endswith(b"\n"))

@@ -43,7 +43,7 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
 
 def _sides(run: Run) -> dict[str, dict[str, str]]:
     known = facts.facts(run)
-    about = {name: value for name, value in known.about.items() if name != "created"}
+    about = {name: value for name, value in known.about.items() if name not in ("created", "ended")}
     asked = {rule.get("name", ""): _rule(rule) for rule in facts.rules(run)}
     return {"option": known.options, "model": about | known.seen, "rule": asked, "version": known.versions}
 

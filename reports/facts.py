@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnwatch.monitor.outputs.log import one_line
 from attnwatch.reports.charts import copyable
+from attnwatch.reports.known import proofs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from attnwatch.monitor.run import Run
+    from attnwatch.monitor.sample import Coverage
 
 UNKNOWN = "unknown"
 CHECKPOINTS = "checkpoints"
@@ -35,15 +37,19 @@ def facts(run: Run) -> Facts:
     header = run.header
     about = {"model": text(header.get("model", UNKNOWN)), "parameters": _count(header.get("parameters"))}
     about |= {"created": text(header.get("created", UNKNOWN)), "git revision": git(header.get("git"))}
+    if run.exception:
+        about["ended"] = f"by an exception: {text(run.exception)}"
     if from_checkpoints(run):
         about["source"] = _source(header.get("checkpoints"))
-    covered = run.coverage
+    covered, proved = run.coverage, proofs(run).values()
+    lost = [proof.until for proof in proved if proof.until is not None]
+    since = f" (not proved any more in {len(lost)} of {len(proved)} layers, from step {min(lost):,} on)" if lost else ""
     seen = {
         "layers": str(len(covered) or len(run.layers)),
         "heads": _distinct(layer.heads for layer in covered if layer.heads),
         "key heads": _distinct(layer.kv_heads for layer in covered if layer.kv_heads),
         "head size": _distinct(layer.head_dim for layer in covered if layer.head_dim),
-        "QK-norm": _distinct(layer.qk_norm or "none" for layer in covered if layer.state == "verified"),
+        "QK-norm": _distinct(proof.layer.qk_norm or "none" for proof in proved) + since,
         "computed in": _distinct(layer.dtype for layer in covered if layer.dtype),
     }
     versions = {"attnwatch": text(header.get("attnwatch", UNKNOWN))} | _table(header.get("versions"))
@@ -60,6 +66,11 @@ def git(found: object) -> str:
 def from_checkpoints(run: Run) -> bool:
     """Whether the run was read from saved weights: nothing is known of its activations."""
     return bool(run.header.get("source") == CHECKPOINTS)
+
+
+def state(run: Run, layer: Coverage) -> str:
+    """What to call how surely a layer is seen: in saved weights it was found, and nothing was verified by running."""
+    return "placed" if layer.state == "verified" and from_checkpoints(run) else layer.state
 
 
 def _source(checkpoints: object) -> str:
@@ -96,6 +107,10 @@ def text(value: object, longest: int = LONGEST) -> str:
         return copyable(value) or "NaN"
     line = one_line(" ".join(str(value).split()))
     return line if len(line) <= longest else f"{line[: longest - 1]}…"
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _table(found: object) -> dict[str, str]:

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from attnwatch.reports import charts, compare, curves, facts, heat, overlay
 from attnwatch.reports.charts import copyable, number
 from attnwatch.reports.crossings import crossings
 from attnwatch.reports.every import Maps, detail_of, every_metric
+from attnwatch.reports.known import proofs
 from attnwatch.reports.order import ONE_RUN, order
 from attnwatch.reports.spectra import LEGEND, LOOKS, spectra
 from attnwatch.reports.summary import (
@@ -32,6 +33,7 @@ from attnwatch.reports.summary import (
     main_alert,
     onset,
     summarize,
+    summary_of,
     write_summary,
     write_whole,
 )
@@ -66,8 +68,8 @@ def write_report(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
 
 
 def write_page_and_summary(runs: Sequence[Run], path: str | os.PathLike[str]) -> Path:
-    """The page and, beside it, summary.json; the page's path. Raises UsageError where they cannot be written."""
-    beside = Path(path).with_name("summary.json")
+    """The page and, beside it, its summary; the page's path. Raises UsageError where they cannot be written."""
+    beside = summary_of(Path(path))
     check_summary(beside)
     page = write_report(runs, path)
     write_summary(runs, beside)
@@ -152,7 +154,7 @@ def _facts(run: Run, name: str, shared: Axes, maps: Maps | None) -> dict[str, An
         "maps": maps or (None, None),
         "spectra": [] if maps is None else spectra(run),
         "worst": [] if maps is None else worst_heads(run),
-        "coverage": grouped_coverage(run.coverage),
+        "coverage": grouped_coverage(_with_past(run)),
         "last_step": last_step(run),
         "cost": _cost(run),
         "intervals": _intervals(run),
@@ -176,14 +178,10 @@ def headline(run: Run) -> tuple[str, str]:
     if summarize(run)["verdict"]["state"] == "unknown":
         known = facts.from_checkpoints(run) and len(run.steps)
         return "?", "weights alone cannot tell" if known else "nothing was measured that could be judged"
-    return "0", f"alarms in {_counted(len(run.steps), 'sample')} of {_counted(len(run.layers), 'layer')}"
+    return "0", f"alarms in {facts.counted(len(run.steps), 'sample')} of {facts.counted(len(run.layers), 'layer')}"
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
-def grouped_coverage(layers: Sequence[Coverage]) -> list[tuple[str, Coverage]]:
+def grouped_coverage(layers: Iterable[Coverage]) -> list[tuple[str, Coverage]]:
     """Neighbours that are verified and alike share a row, with the note of the least exact one; any other layer has
     its own."""
     rows: list[tuple[list[str], Coverage]] = []
@@ -200,6 +198,18 @@ def grouped_coverage(layers: Sequence[Coverage]) -> list[tuple[str, Coverage]]:
         )
         for names, layer in rows
     ]
+
+
+def _with_past(run: Run) -> Iterator[Coverage]:
+    """The layers; of one that is not proved any more the note says until when it was, and how."""
+    proved = proofs(run)
+    for layer in run.coverage:
+        proof = proved.get(layer.name)
+        if proof is None or proof.until is None:
+            yield layer
+        else:
+            before = f"verified before step {proof.until:,} ({proof.layer.note})"
+            yield replace(layer, note=f"{before}; since then: {layer.note}")
 
 
 def _alike(layer: Coverage) -> Coverage:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from attnwatch.monitor.sample import unproved
+from attnwatch.monitor.sample import Coverage, unproved
 
 if TYPE_CHECKING:
     from attnwatch.monitor.run import Run
@@ -48,6 +48,25 @@ def forgotten(run: Run) -> NDArray[np.bool_] | None:
     for (step, names), (until, _) in zip(lost, [*lost[1:], (None, ())], strict=True):
         rows = slice(*(None if at is None else int(np.searchsorted(run.steps, at)) for at in (step, until)))
         found[rows, [column[name] for name in names if name in column]] = True
+    return found
+
+
+class Proof(NamedTuple):
+    """Of one layer. layer: as it was proved last. until: the step from which on it is not, None where it still is."""
+
+    layer: Coverage
+    until: int | None
+
+
+def proofs(run: Run) -> dict[str, Proof]:
+    """The layers that were verified at any time."""
+    found: dict[str, Proof] = {}
+    for step, layers in run.coverages:
+        for layer in layers:
+            if layer.state == "verified":
+                found[layer.name] = Proof(layer, None)
+            elif layer.name in found and found[layer.name].until is None:
+                found[layer.name] = found[layer.name]._replace(until=step)
     return found
 
 

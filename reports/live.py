@@ -18,7 +18,7 @@ from attnwatch.monitor.outputs.log import coverage_line, one_line
 from attnwatch.monitor.run import Run
 from attnwatch.monitor.sample import Coverage
 from attnwatch.reports import grid
-from attnwatch.reports.facts import from_checkpoints
+from attnwatch.reports.facts import from_checkpoints, state
 from attnwatch.reports.glyphs import duration, short, sparkline
 from attnwatch.reports.grid import Grid
 from attnwatch.reports.keys import FOOTER, HELP, View
@@ -101,8 +101,8 @@ def _above(look: Look, width: int, is_roomy: bool) -> list[Text]:
     run, follower = look.run, look.follower
     silent = follower.is_silent(look.now)
     step = last_step(run)
-    state = "ended" if run.ended else "silent" if silent else "running"
-    parts = [one_line(run.path.resolve().name), state, "no step yet" if step is None else f"step {step:,}"]
+    now = "ended" if run.ended else "silent" if silent else "running"
+    parts = [one_line(run.path.resolve().name), now, "no step yet" if step is None else f"step {step:,}"]
     parts += [f"{len(run.steps):,} samples"]
     parts += [f"{follower.ranks} ranks"] if follower.ranks > 1 else []
     kind, sentence = verdict(run)
@@ -114,15 +114,21 @@ def _above(look: Look, width: int, is_roomy: bool) -> list[Text]:
     lines += _wrapped(_age(look, silent), width, "bold yellow" if silent else "")
     everything = all(layer.state == "verified" for layer in run.coverage)
     lines += [Text(_cost(run))] if is_roomy and len(run.steps) else []
-    lines += [Text(one_line(coverage_line(run.coverage)))] if run.coverage and (is_roomy or not everything) else []
+    lines += [Text(one_line(_covered(run)))] if run.coverage and (is_roomy or not everything) else []
     return [*lines, _loss(run, width, look.ascii_only)]
+
+
+def _covered(run: Run) -> str:
+    said = coverage_line(run.coverage)
+    return said.replace("layers verified", "layers placed", 1) if from_checkpoints(run) else said
 
 
 def _age(look: Look, silent: bool) -> str:
     """How old the newest sample is, beside how often they came."""
     run, follower = look.run, look.follower
     if run.ended:
-        return "The run has ended: no sample will come."
+        by = f" by an exception: {one_line(run.exception)}" if run.exception else ""
+        return f"The run has ended{by}: no sample will come."
     if not len(run.steps):
         return "! No sample yet, and nothing else is written." if silent else "No sample yet."
     age = max(look.now - float(run.times[-1]), 0.0)
@@ -180,11 +186,11 @@ def _head(look: Look, view: View, width: int, height: int | None) -> list[Text]:
         return [Text("No layer is known yet: the first sample finds them.")]
     view = within(view, shown)
     layer, metric, covered = shown.layers[view.layer], shown.metrics[view.metric], shown.covered[view.layer]
-    state = "not sampled" if covered is None else f"{covered.state} {one_line(covered.note)}".strip()
+    seen = "not sampled" if covered is None else f"{state(run, covered)} {one_line(covered.note)}".strip()
     history = run.history(metric, layer, view.head)
     finite = history[np.isfinite(history)]
     spanned = f"from {short(float(finite.min()))} to {short(float(finite.max()))}" if finite.size else "never measured"
-    lines = [Text(f"{one_line(layer)} head {view.head}", style="bold"), Text(f"  {state}", style="dim")]
+    lines = [Text(f"{one_line(layer)} head {view.head}", style="bold"), Text(f"  {seen}", style="dim")]
     lines += [Text(f"  {one_line(metric)}: {len(finite)} of {len(history)} samples, {spanned}")]
     lines += [Text("  " + sparkline(history, width - 2, look.ascii_only))]
     lines += [Text(f"  {READING[metric]}", style="dim")] if metric in READING else []

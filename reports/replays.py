@@ -16,6 +16,7 @@ from attnwatch.monitor.predictors import Crossing
 from attnwatch.monitor.replay import Change, Outcome, Replay, Score, score
 from attnwatch.monitor.run import Run
 from attnwatch.monitor.sweep import Point
+from attnwatch.reports.facts import counted, text
 from attnwatch.reports.order import ONE_RUN, order
 from attnwatch.reports.summary import plain
 
@@ -38,6 +39,7 @@ def as_data(findings: Sequence[Finding]) -> dict[str, Any]:
             {
                 "run": finding.run.path.name,
                 "samples": len(finding.run.steps),
+                "exception": finding.run.exception or None,
                 "divergence_step": finding.replay.divergence,
                 "lead": finding.replay.lead,
                 "leads": finding.replay.leads,
@@ -59,6 +61,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
     """Of every run what fired and which number moved first; of several also a table of all and a sentence."""
     for finding in findings:
         _show_run(finding, console)
+    console.print(ONE_RUN)
     if len(findings) > 1:
         _show_all(findings, console)
 
@@ -81,8 +84,11 @@ def show_sweep(points: Sequence[Point], metric: str, console: Console) -> None:
 
 def _show_run(finding: Finding, console: Console) -> None:
     run, replayed = finding.run, finding.replay
-    end = "did not diverge" if replayed.divergence is None else f"diverged at step {replayed.divergence:,}"
-    console.print(f"{run.path}: {len(run.steps):,} samples; the loss {end}", markup=False)
+    end = "the loss did not diverge" if "loss" in run.scalar_names else "no loss was recorded"
+    if replayed.divergence is not None:
+        end = f"the loss diverged at step {replayed.divergence:,}"
+    broken = f"; ended by an exception: {text(run.exception)}" if run.exception else ""
+    console.print(f"{run.path}: {counted(len(run.steps), 'sample')}; {end}{broken}", markup=False)
     if run.resumed is not None:
         console.print("  It resumed another run: rules other than its own know nothing of what was before.")
     alerts = fired(replayed.alerts)
@@ -134,7 +140,6 @@ def _show_crossings(finding: Finding, console: Console) -> None:
     for row in order(finding.replay.alerts, finding.replay.divergence, finding.crossings):
         table.add_row(*map(_text, row[:4]))
     console.print(table)
-    console.print(ONE_RUN)
 
 
 def _show_all(findings: Sequence[Finding], console: Console) -> None:

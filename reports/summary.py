@@ -16,7 +16,8 @@ from attnwatch.monitor import leads as measured
 from attnwatch.monitor.leads import DIVERGENCE, GRAVE, SEEN_APART
 from attnwatch.monitor.run import HEADER
 from attnwatch.monitor.sample import UsageError
-from attnwatch.reports.facts import from_checkpoints, text
+from attnwatch.reports.facts import from_checkpoints, state, text
+from attnwatch.reports.known import proofs
 
 if TYPE_CHECKING:
     from attnwatch.monitor.alerts import Alert
@@ -29,13 +30,14 @@ FORMAT = 1
 
 def summarize(run: Run) -> dict[str, Any]:
     """The run as JSON-able data: verdict, leads, alerts, coverage, problems and cost. Non-finite numbers are None."""
-    state, sentence = verdict(run)
+    kind, sentence = verdict(run)
     worst = main_alert(run)
     return {
         "format": FORMAT,
         "run": run.path.name,
-        "verdict": {"state": state, "sentence": sentence},
+        "verdict": {"state": kind, "sentence": sentence},
         "ended": run.ended,
+        "exception": run.exception or None,
         "last_step": last_step(run),
         "samples": len(run.steps),
         "divergence_step": onset(run),
@@ -56,9 +58,14 @@ def write_summary(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
     write_whole(Path(path), content + "\n")
 
 
+def summary_of(page: Path) -> Path:
+    """The summary beside a page: each page of a directory has its own, and report.html has summary.json."""
+    return page.with_name("summary.json" if page.stem == "report" else f"{page.stem}.summary.json")
+
+
 def check_summary(path: Path) -> None:
-    """Raises UsageError where a summary.json of another program is: that is never overwritten. In a run directory the
-    name is ours, and what is torn there is made anew."""
+    """Raises UsageError where a file of that name of another program is: that is never overwritten. In a run directory
+    the name is ours, and what is torn there is made anew."""
     if path.with_name(HEADER).exists():
         return
     try:
@@ -68,7 +75,7 @@ def check_summary(path: Path) -> None:
     each = found[0] if isinstance(found, list) and found else found
     if not (isinstance(each, dict) and "verdict" in each):
         raise UsageError(
-            f"expected no other summary.json beside the page, found {str(path)!r}; write the page elsewhere"
+            f"expected no other {path.name} beside the page, found {str(path)!r}; write the page elsewhere"
         )
 
 
@@ -140,9 +147,10 @@ def last_step(run: Run) -> int | None:
 
 
 def counts(run: Run) -> dict[str, int]:
-    """How many layers are in each state of coverage."""
-    states = [layer.state for layer in run.coverage]
-    return {state: states.count(state) for state in ("verified", "logits_only", "uncovered")}
+    """How many layers are in each state of coverage; those of saved weights are "placed" at best."""
+    states = [state(run, layer) for layer in run.coverage]
+    best = "placed" if from_checkpoints(run) else "verified"
+    return {name: states.count(name) for name in (best, "logits_only", "uncovered")}
 
 
 def blindness(run: Run) -> str | None:
@@ -242,8 +250,13 @@ def _unseen(run: Run) -> list[str]:
     seen, parts = counts(run), []
     if seen["uncovered"]:
         parts.append(f"{seen['uncovered']} of {len(run.coverage)} layers were not covered")
-    if seen["logits_only"]:
-        parts.append(f"{seen['logits_only']} of {len(run.coverage)} layers gave no spectrum")
+    proved = proofs(run)
+    without = [proved.get(layer.name) for layer in run.coverage if layer.state == "logits_only"]
+    lost = [proof.until for proof in without if proof is not None and proof.until is not None]
+    if len(without) > len(lost):
+        parts.append(f"{len(without) - len(lost)} of {len(run.coverage)} layers gave no spectrum")
+    if lost:
+        parts.append(f"{len(lost)} of {len(run.coverage)} layers gave no spectrum from step {min(lost):,} on")
     if "loss" not in run.scalar_names and not from_checkpoints(run):
         parts.append("no loss was passed")
     return parts

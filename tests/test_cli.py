@@ -156,7 +156,7 @@ def test_a_directory_stands_for_the_runs_in_it_and_what_is_no_run_is_left_out(tm
             said = f"attnwatch: left out, no runs: {skipped}\n" if skipped else ""
             assert (done.returncode, done.stderr) == (0, said)
         assert [each["run"] for each in json.loads(done.stdout)["runs"]] == named
-        assert [each["run"] for each in json.loads((tmp_path / "summary.json").read_text())] == named
+        assert [each["run"] for each in json.loads((tmp_path / "page.summary.json").read_text())] == named
     for command in ("report", "replay"):
         assert "found none in deep, notes" in refusal(command, "deep", "notes", cwd=tmp_path)
         assert "found a directory without run.json" in refusal(command, "deep", cwd=tmp_path)

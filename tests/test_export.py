@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -187,3 +188,18 @@ def test_a_long_run_is_not_held_in_memory(kind: str, run: Path, tmp_path: Path) 
     else:
         assert parquet.ParquetFile(tmp_path / "long.parquet").metadata.num_rows == 100_000
     assert peaks[1] - peaks[0] < 100_000 * 30 * 32
+
+
+def test_what_could_not_be_read_is_told_beside_the_rows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows have no place for it: a missing directory of samples and a damaged line are named on stderr."""
+    shutil.rmtree(run / "samples")
+    (run / "scalars.jsonl").write_text('{"step": 0, "loss": 2.5}\n{"step"\n')
+    assert main(["export", str(run), "--csv", "--what", "scalars"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "step,loss\n0,2.5\n"
+    assert said.err == (
+        "attnwatch: run: scalars.jsonl: line 2 is no step with its numbers, left out\n"
+        "attnwatch: run: samples/: cannot be read: No such file or directory\n"
+    )
+    assert main(["replay", str(run)]) == 0
+    assert capsys.readouterr().err == said.err

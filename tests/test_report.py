@@ -321,7 +321,7 @@ class LongRun:
     scalar_names = ("loss", "grad_norm")
     metrics = tuple(made_runs.metric(name) for name in made_runs.METRICS)
     coverage = tuple(Coverage(name, "verified", 32, 32, 64) for name in layers)
-    coverages, unmeasured, intervals, resumed = (), (), (), None
+    coverages, unmeasured, intervals, resumed, exception = (), (), (), None, ""
 
     def __init__(self, count: int) -> None:
         self.steps = np.arange(count)

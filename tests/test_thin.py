@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -151,11 +154,42 @@ def test_the_command_copies_and_never_over_what_is_there(tmp_path: Path, capsys:
 
 
 def test_what_cannot_be_read_leaves_nothing_behind(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", np.zeros((5, 2, 1, 1)))
-    (run.path / "events.jsonl").unlink()
-    with pytest.raises(FileNotFoundError):
-        thin(run, tmp_path / "thin", every=2, around=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    for name in ("scalars.jsonl", "events.jsonl"):
+        run = write(tmp_path / "run", np.zeros((5, 2, 1, 1)))
+        (run.path / name).unlink()
+        with refused(f"expected {name} in the run", "No such file", "restore it"):
+            thin(run, tmp_path / "thin", every=2, around=1)
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        shutil.rmtree(run.path)
+
+
+FULL = """
+import resource, signal, sys
+from attnwatch.monitor.cli import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+sys.exit(main(["thin", *sys.argv[2:]]))
+"""
+
+
+def test_a_place_that_cannot_be_written_is_named_as_it_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A path through a file, and disks that take nothing or not all: one line, without the name of the scratch
+    directory, and nothing left behind."""
+    run = write(tmp_path / "run", np.zeros((50, 2, 4, 8)))
+    (tmp_path / "file").touch()
+    assert main(["thin", str(run.path), "-o", str(tmp_path / "file/thin")]) == 2
+    said = [capsys.readouterr().err]
+    for room in ("20", "4000"):
+        command = [sys.executable, "-c", FULL, room, str(run.path), "-o", str(tmp_path / "thin")]
+        said.append(subprocess.run(command, capture_output=True, text=True, timeout=60).stderr)
+    for line, place, why in zip(
+        said, ("file/thin", "thin", "thin"), ("Not a dir", "File too", "No space"), strict=True
+    ):
+        assert line.startswith(f"attnwatch: expected room for the copy, found {str(tmp_path / place)!r} ({why}")
+        assert line.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
 
 
 def test_the_copy_says_which_samples_were_damaged(tmp_path: Path) -> None:

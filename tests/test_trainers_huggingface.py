@@ -16,7 +16,7 @@ from tests import tiny
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from attnwatch import UsageError, open_run
+from attnwatch import Prometheus, UsageError, open_run
 from attnwatch.monitor.trainers.huggingface import AttnwatchCallback, Losses
 
 
@@ -213,6 +213,19 @@ def test_options_that_a_checkpoint_cannot_hold_are_named(tmp_path: Path, caplog:
     assert "which cannot hold rules" in caplog.text
     assert "does not fit, and watching begins anew" in caplog.text  # these are the default rules now
     assert again.state.global_step == 6
+
+
+def test_how_prometheus_was_asked_for_is_kept_in_a_checkpoint(tmp_path: Path) -> None:
+    """Of the callback that the Trainer makes anew too: the same settings, not the default ones."""
+    settings = Prometheus(port=None, textfile=tmp_path / "gpt.prom", labels={"job": "a"}, linger=0.0)
+    options = {"run": tmp_path / "run", "prometheus": settings, "every": 1, "report": False}
+    trainer(tmp_path / "out", AttnwatchCallback(**options), save_strategy="steps", save_steps=3, max_steps=3).train()
+    again = trainer(tmp_path / "out", AttnwatchCallback(**options), restore_callback_states_from_checkpoint=True)
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
+    (restored,) = (each for each in again.callback_handler.callbacks if isinstance(each, AttnwatchCallback))
+    assert restored.lost == []
+    assert restored._attached.options["prometheus"] == settings
+    assert open_run(tmp_path / "run-2").steps.tolist() == [4, 5, 6]
 
 
 def test_a_checkpoint_that_knew_no_callback_is_resumed_and_saved_again(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
         "that climbs far too high: once as it is, once with query-key norm. Leaves two runs and report.html in DIR.",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="a new or empty directory (default: runs/demo-<date>-<time>)"
+        "-o", "--out", type=Path, metavar="DIR", help="a new or empty directory (default: runs/demo-<date>-<time>)"
     )
     parser.set_defaults(command=run)
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from attnwatch.monitor.commands.runs import tell_unreadable
 from attnwatch.monitor.sample import UsageError
 
 
@@ -40,7 +41,9 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("expected a file for Parquet, found none; give -o FILE")
     if options.output is not None and options.output.exists():
         raise UsageError(f"expected a new file, found {str(options.output)!r} there already; name another or remove it")
-    content = table(open_run(options.run), options.what)
+    recorded = open_run(options.run)
+    tell_unreadable(recorded)
+    content = table(recorded, options.what)
     if options.output is None:
         (write_csv if options.kind == "csv" else write_json)(content, sys.stdout)
     else:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from attnwatch.monitor.commands.runs import open_all, progress
+from attnwatch.monitor.commands.runs import open_all, progress, tell_unreadable
 
 
 def add(commands: Any) -> None:
@@ -40,6 +40,8 @@ def run(options: argparse.Namespace) -> int:
     given = None if options.rules is None else load_rules(options.rules)
     sweep = None if options.sweep is None else parse_sweep(options.sweep)
     runs = open_all(options.runs)
+    for each in runs:
+        tell_unreadable(each)
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
     if sweep is not None:
         with progress(runs) as look, of_file(options.rules):

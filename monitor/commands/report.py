@@ -18,8 +18,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
         help="one HTML page for one or several runs",
-        description="Writes one self-contained page, also of a run that was killed or still goes on, and summary.json "
-        "beside it. For one run both go into its directory.",
+        description="Writes one self-contained page, also of a run that was killed or still goes on, and beside it "
+        "summary.json (of -o NAME.html: NAME.summary.json). For one run both go into its directory.",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory, or one that holds runs")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (several runs: ./report.html)")
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     from attnwatch.reports.html import write_page_and_summary
 
     if options.output == Path("-"):
-        raise UsageError("expected a file for the page, found '-'; give -o FILE: summary.json goes beside it")
+        raise UsageError("expected a file for the page, found '-'; give -o FILE: the summary goes beside it")
     runs = open_all(options.runs)
     beside = runs[0].path if len(runs) == 1 else Path()
     print(write_page_and_summary(runs, options.output or beside / "report.html"))

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         help="alerting rules for Prometheus instead, of the default rules or of such a TOML file",
     )  # fmt: skip
     kind.add_argument("--grafana", action="store_true", help="a Grafana dashboard as JSON instead")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write to a new file instead")
+    parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="write to a new file instead")
     parser.set_defaults(command=run)
 
 

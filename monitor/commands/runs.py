@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from attnwatch.monitor.run import Run
 
+MOST_NAMED = 8
+"""Parts of a run that could not be read."""
+
 
 def open_all(paths: Sequence[Path]) -> list[Run]:
     """The runs that the paths stand for; what is none is named on stderr."""
@@ -20,6 +23,14 @@ def open_all(paths: Sequence[Path]) -> list[Run]:
     if others:
         print(f"attnwatch: left out, no runs: {listed(others)}", file=sys.stderr)
     return runs
+
+
+def tell_unreadable(run: Run) -> None:
+    """On stderr, what the answer is made without: a page lists it, rows and numbers have no place for it."""
+    for problem in run.unreadable[:MOST_NAMED]:
+        print(f"attnwatch: {run.path.name}: {problem.where}: {problem.text}", file=sys.stderr)
+    if len(run.unreadable) > MOST_NAMED:
+        print(f"attnwatch: {run.path.name}: and {len(run.unreadable) - MOST_NAMED} more like these", file=sys.stderr)
 
 
 @contextmanager

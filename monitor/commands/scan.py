@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +36,16 @@ def add(commands: Any) -> None:
         help="spectra of W_q^T W_k of saved checkpoints; no model code, no data",
         description="Reads the query and key weights of checkpoints (safetensors, torch.save, distributed checkpoints, "
         "Hugging Face directories) layer by layer: ranks, spectral energy, norms, and how they changed. Says what it "
-        "cannot place. With --out it leaves a run and its report, and goes on there where it was stopped.",
+        "cannot place. One that cannot be read is left out and named, with exit code 2 at the end. With --out it "
+        "leaves a run and its report, and goes on there where it was stopped.",
     )
     parser.add_argument(
         "checkpoints", nargs="+", type=Path, metavar="CHECKPOINT",
         help="a file, a directory, a directory of them, or a pattern in quotes; steps are told from names",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="RUN", help="record a run here; an earlier scan is gone on with")
+    parser.add_argument(
+        "-o", "--out", type=Path, metavar="RUN", help="record a run here; an earlier scan is gone on with"
+    )
     parser.add_argument("--heads", type=_count, metavar="N", help="query heads of a layer, where no config.json says")
     parser.add_argument("--kv-heads", type=_count, metavar="N", help="key heads, where fewer and not known")
     parser.add_argument(
@@ -81,7 +85,9 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         page = _report(options.out)
         print(f"recorded in {options.out}; the report: {page}", file=sys.stderr if options.json else sys.stdout)
-    return 0
+    for problem in found.problems:
+        print(f"attnwatch: left out: {problem.text}", file=sys.stderr)
+    return 2 if found.problems else 0
 
 
 def _report(out: Path) -> Path:
@@ -228,6 +234,7 @@ def as_data(found: Scan) -> dict[str, Any]:
             for a in found.alerts
             if a.fired_step is not None
         ],
+        "problems": [asdict(problem) for problem in found.problems],
         "limits": LIMITS,
     }
 

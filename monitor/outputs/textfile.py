@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, get_ident
 
 from attnwatch.monitor.outputs.exposition import Exposition
 from attnwatch.monitor.sample import Metric, Update, UsageError
@@ -18,7 +18,7 @@ EVERY = 5.0
 
 def replace_file(path: Path, content: bytes) -> None:
     """A reader sees the old file or the new one, never a part. Raises OSError."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}~")  # matches no reader's pattern
+    beside = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}~")  # matches no reader's pattern
     try:
         beside.write_bytes(content)
         os.replace(beside, path)
@@ -47,6 +47,7 @@ class TextfileOutput:
         self._exposition = Exposition(metrics, max_heads, labels)
         self._linger = linger
         self._problem: str | None = None
+        self._stored = b""
         self._news, self._ended = Event(), Event()
         try:
             self._store()
@@ -59,7 +60,8 @@ class TextfileOutput:
         self._thread.start()
 
     def write(self, update: Update) -> str | None:
-        """The file says it soon. Tells that it could not be written; that is tried again with the next update."""
+        """The file says it soon. Tells that it could not be written, which is tried again with the next update, and
+        that another run writes it too."""
         self._exposition.write(update)
         self._news.set()
         problem, self._problem = self._problem, None
@@ -75,12 +77,23 @@ class TextfileOutput:
             self._store()
             time.sleep(self._linger)
         finally:
-            self.path.unlink(missing_ok=True)
+            self._remove()
 
     def discard(self) -> None:
         """Close at once, as if there had been no run."""
         self._end()
-        self.path.unlink(missing_ok=True)
+        self._remove()
+
+    def _remove(self) -> None:
+        if not self._is_taken():
+            self.path.unlink(missing_ok=True)
+
+    def _is_taken(self) -> bool:
+        """Whether another run has written the file since this one did."""
+        try:
+            return self.path.read_bytes() != self._stored
+        except OSError:  # it is gone, or cannot be read: writing it will say what is wrong
+            return False
 
     def _end(self) -> None:
         self._ended.set()
@@ -93,10 +106,14 @@ class TextfileOutput:
             self._news.clear()
             if self._ended.is_set():
                 return
+            if self._is_taken():
+                self._problem = f"{str(self.path)!r} is written by another run too: give each a file of its own"
             try:
                 self._store()
             except OSError as error:
                 self._problem = f"{str(self.path)!r} could not be written ({error.strerror or error})"
 
     def _store(self) -> None:
-        replace_file(self.path, "".join(self._exposition.text()).encode())
+        content = "".join(self._exposition.text()).encode()
+        replace_file(self.path, content)
+        self._stored = content

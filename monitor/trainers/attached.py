@@ -121,11 +121,11 @@ class Attached:
         else:
             self._load(self.monitor, state)
 
-    def close(self) -> None:
-        """End the run; idempotent. Its monitor can still be read."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run, whose training `error` ended; idempotent. Its monitor can still be read."""
         self._target = None
         if self.monitor is not None:
-            self.monitor.close()
+            self.monitor.__exit__(None if error is None else type(error), error, None)
 
     def _load(self, monitor: Monitor, state: Mapping[str, Any]) -> None:
         try:

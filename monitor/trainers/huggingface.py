@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from attnwatch.hooks.inert import Enter
 from attnwatch.monitor.extras import need
+from attnwatch.monitor.outputs.prometheus import Prometheus
 from attnwatch.monitor.session import Monitor
 from attnwatch.monitor.trainers.attached import LOG, Attached, mean, rate
 
@@ -38,6 +40,8 @@ class AttnwatchCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, *, on_critical: str = "none", **options: Any):
+        if isinstance(options.get("prometheus"), Mapping):  # as `state` keeps it
+            options["prometheus"] = Prometheus(**options["prometheus"])
         self._attached = Attached(options, on_critical)
         self._losses = Losses()
         self._hook: RemovableHandle | None = None
@@ -134,10 +138,15 @@ class AttnwatchCallback(TrainerCallback, ExportableState):
         lost = list(self.lost)
         for name, value in self._attached.options.items():
             try:
-                plain[name] = json.loads(json.dumps(value, default=os.fspath))
+                plain[name] = json.loads(json.dumps(value, default=_plain))
             except (TypeError, ValueError):
                 lost.append(name)
         return {"args": plain, "attributes": {"lost": lost}, "monitor": self._attached.state_dict()}
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold of an option. Raises TypeError for one of which it can hold nothing."""
+    return asdict(value) if isinstance(value, Prometheus) else os.fspath(value)
 
 
 class Losses:

@@ -86,7 +86,7 @@ class AttnwatchCallback(Callback):
         self.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.close()
+        self._attached.close(exception)
 
     def _act(self, trainer: Trainer) -> None:
         if self._attached.on_critical == "stop":
