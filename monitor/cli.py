@@ -27,7 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails once more
         return 0
     except (UsageError, OSError) as error:
-        print(f"attnwatch: {' '.join(str(error).split())}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"expected to read or write {error.filename!r}, found {error.strerror}; check the path and its owner"
+        print(f"attnwatch: {' '.join(text.split())}", file=sys.stderr)
         return 2
     except Exception as error:  # never the exit code of an alert
         text = " ".join(str(error).split())[:300]

@@ -18,7 +18,7 @@ from attnwatch.monitor.outputs.log import coverage_line, one_line
 from attnwatch.monitor.run import Run
 from attnwatch.monitor.sample import Coverage
 from attnwatch.reports import grid
-from attnwatch.reports.facts import from_checkpoints, state
+from attnwatch.reports.facts import counted, from_checkpoints, state
 from attnwatch.reports.glyphs import duration, short, sparkline
 from attnwatch.reports.grid import Grid
 from attnwatch.reports.keys import FOOTER, HELP, View
@@ -103,7 +103,7 @@ def _above(look: Look, width: int, is_roomy: bool) -> list[Text]:
     step = last_step(run)
     now = "ended" if run.ended else "silent" if silent else "running"
     parts = [one_line(run.path.resolve().name), now, "no step yet" if step is None else f"step {step:,}"]
-    parts += [f"{len(run.steps):,} samples"]
+    parts += [counted(len(run.steps), "sample")]
     parts += [f"{follower.ranks} ranks"] if follower.ranks > 1 else []
     kind, sentence = verdict(run)
     lines = [Text("attnwatch  ", style="bold") + Text("  ".join(parts))]

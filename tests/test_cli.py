@@ -305,3 +305,13 @@ def test_the_whole_demo_attention_warns_before_the_loss_and_qk_norm_stays_silent
     assert [line for line in lines if line.startswith("qk_norm  no alert; the loss did not diverge; final loss ")] != []
     assert lines[-1].endswith(f" s; the report on both: {tmp_path / 'demo' / 'report.html'}")
     assert "sparse_low_rank" in (tmp_path / "demo" / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", ["report", "replay", "live", "export", "scan", "thin"])
+def test_a_path_that_the_system_refuses_is_one_line_in_our_words(command: str, tmp_path: Path) -> None:
+    """A name longer than any file's; a directory that may not be entered says the same, but not to root."""
+    more = {"export": ("--csv",), "thin": ("-o", tmp_path / "thin")}.get(command, ())
+    said = refusal(command, "a" * 300, *more, cwd=tmp_path)
+    assert said.startswith("attnwatch: expected ")
+    assert "File name too long" in said
+    assert "Errno" not in said
