@@ -11,6 +11,7 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -25,6 +26,23 @@ from attnwatch.monitor.store import RunWriter, open_run
 from attnwatch.reports.html import render
 
 SPECTRUM_EVERY = 5  # samples: the default of `watch`
+
+
+class Cost(NamedTuple):
+    """CPU seconds of reading the files and of drawing the page, and its size in MB."""
+
+    opened: float
+    drawn: float
+    size: float
+
+
+def draw(path: Path, count: int = 1) -> tuple[Cost, str]:
+    """The page of a run, so many times on it, and what it cost."""
+    began = time.process_time()
+    runs = [open_run(path) for _ in range(count)]
+    opened = time.process_time()
+    page = render(runs)
+    return Cost(opened - began, time.process_time() - opened, len(page.encode()) / 1e6), page
 
 
 def main() -> None:
@@ -42,18 +60,14 @@ def main() -> None:
         path = Path(folder, "run")
         make(path, options.samples, options.layers, options.heads, options.every, console)
         for count in options.runs:
-            began = time.process_time()
-            runs = [open_run(path) for _ in range(count)]
-            opened = time.process_time()
-            page = render(runs)
-            ended = time.process_time()
+            cost, page = draw(path, count)
             table.add_row(
                 str(count),
                 f"{options.samples:,}",
                 f"{options.layers} x {options.heads}",
-                f"{opened - began:.1f}",
-                f"{ended - opened:.1f}",
-                f"{len(page.encode()) / 1e6:.2f}",
+                f"{cost.opened:.1f}",
+                f"{cost.drawn:.1f}",
+                f"{cost.size:.2f}",
             )
     console.print(table)
     if options.output:

@@ -56,6 +56,16 @@ def scan(path: Path) -> tuple[float, float, float]:
     return seconds, float(cpu), int(peak) * 1024 / 1e9
 
 
+def measured(layers: int, width: int) -> tuple[float, tuple[float, float, float]]:
+    """GB of a checkpoint of such layers, and what `scan` says of it."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "model.safetensors"
+        maker = multiprocessing.get_context("spawn").Process(target=make, args=(path, layers, width))
+        maker.start()
+        maker.join()
+        return path.stat().st_size / 1e9, scan(path)
+
+
 def plain(width: int) -> float:
     """CPU seconds of the singular values of one head's product."""
     w_q, w_k = (torch.randn(width // HEADS, width) for _ in range(2))
@@ -69,13 +79,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=4096)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "model.safetensors"
-        maker = multiprocessing.get_context("spawn").Process(target=make, args=(path, options.layers, options.width))
-        maker.start()
-        maker.join()
-        size = path.stat().st_size / 1e9
-        seconds, cpu, peak = scan(path)
+    size, (seconds, cpu, peak) = measured(options.layers, options.width)
     one = plain(options.width)
     table = Table(
         title=f"attnwatch scan: {options.layers} layers, {options.width} wide, {HEADS} heads, float16, {size:.1f} GB; "

@@ -112,7 +112,11 @@ def main() -> None:
         directory = Path(folder)
         record(directory / "run", options, console, table)
         read(directory, table)
-        write_alone(directory / "alone", options, table)
+        count = min(options.samples, 2000)
+        samples, lines = write_alone(directory / "alone", count, options.layers, options.heads)
+        for name, spent in (("a sample", samples), ("a line of scalars", lines)):
+            _add(table, f"writing {name}, ms wall", spent[0] * 1e3)
+            _add(table, f"writing {name}, ms CPU", spent[1] * 1e3)
     console.print(f"{options.steps:,} steps, {options.samples:,} samples of {options.layers} x {options.heads} heads")
     console.print(table)
 
@@ -159,10 +163,10 @@ def read(directory: Path, table: Table) -> None:
     table.add_row("open_run of it and an envelope, CPU", "", "", "", f"{time.process_time() - began:.1f} s")
 
 
-def write_alone(path: Path, options: argparse.Namespace, table: Table) -> None:
-    probe = MadeProbe(options.layers, options.heads)
+def write_alone(path: Path, count: int, layers: int, heads: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Seconds `[2, count]` by the clock and of CPU, of so many samples and of so many lines of scalars."""
+    probe = MadeProbe(layers, heads)
     writer = RunWriter(path, {"metrics": [asdict(metric) for metric in KINDS]})
-    count = min(options.samples, 2000)
     samples, lines = np.zeros((2, count)), np.zeros((2, count))
     for index in range(count):
         sample = Sample(index, time.time(), NAMES, probe.names, probe.values())
@@ -174,9 +178,7 @@ def write_alone(path: Path, options: argparse.Namespace, table: Table) -> None:
             write()
             spent[:, index] = time.perf_counter() - began[0], time.thread_time() - began[1]
     writer.close()
-    for name, spent in (("a sample", samples), ("a line of scalars", lines)):
-        _add(table, f"writing {name}, ms wall", spent[0] * 1e3)
-        _add(table, f"writing {name}, ms CPU", spent[1] * 1e3)
+    return samples, lines
 
 
 def _add(table: Table, what: str, spent: NDArray[np.float64], whole: str = "") -> None:
