@@ -70,7 +70,7 @@ class Trainee:
         found: dict[str, Any] = json.loads((self.folder / "left.json").read_text())
         return found
 
-    def train(self, steps: int, seconds: float = 120) -> int:
+    def train(self, steps: int, seconds: float = 240) -> int:
         """Until so many more are done; how many are done then."""
         goal, end = len(self.losses) + steps, time.monotonic() + seconds
         while len(self.losses) < goal:
@@ -82,6 +82,6 @@ class Trainee:
     def end(self) -> str:
         """Have it end; what it has printed."""
         (self.folder / "stop").touch()
-        said, _ = self.process.communicate(timeout=120)
+        said, _ = self.process.communicate(timeout=240)
         assert self.process.returncode == 0, said
         return said

@@ -21,7 +21,7 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
     "--remote-debugging-port=0", "--remote-allow-origins=*",
 )  # fmt: skip
-SECONDS = 60
+SECONDS = 180
 
 
 def find_chromium() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """torch draws its first seed by chance, and other tests of a process draw too: every test begins with the same."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def program() -> Callable[[str], str]:
     """Path of a program. Where it is missing the test is skipped and says so, or fails when CI is set."""
@@ -29,7 +37,7 @@ def program() -> Callable[[str], str]:
 
 @pytest.fixture(scope="session")
 def wait_for() -> Callable[..., Any]:
-    """Asks until the answer is true and returns it; fails when it never is: `wait_for(ask, what, seconds=60)`."""
+    """Asks until the answer is true and returns it; fails when it never is: `wait_for(ask, what, seconds=120)`."""
     return monitoring.wait_for
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
-from urllib.error import URLError
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
@@ -37,6 +38,10 @@ class Prometheus(NamedTuple):
         """PromQL -> labels and value of each series."""
         result = _data(f"http://{self.address}/api/v1/query?{urlencode({'query': text})}")["result"]
         return [(series["metric"], float(series["value"][1])) for series in result]
+
+    def comes_to(self, text: str, expected: dict[tuple[str, ...], float]) -> None:
+        """Waits for it: where a machine is so busy that a scrape takes longer than a second, there is a gap."""
+        wait_for(lambda: self.query(text) == expected, f"{text} to be {expected}")
 
     def alerts(self) -> dict[str, str]:
         """Name of each alert that is pending or firing -> its state."""
@@ -116,7 +121,15 @@ def program(name: str) -> str:
     return path
 
 
-def wait_for(ask: Callable[[], Any], what: str, seconds: float = 60) -> Any:
+def free_port() -> int:
+    """For a server that is started later. Below those that the system picks: no other test is given it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
+def wait_for(ask: Callable[[], Any], what: str, seconds: float = 120) -> Any:
     """The first answer that is true."""
     deadline = time.monotonic() + seconds
     while not (answer := ask()):
@@ -133,9 +146,9 @@ def _running(name: str, place: Path, arguments: list[str], ready: str) -> Iterat
     def is_ready() -> bool:
         assert process.poll() is None, (place / "log").read_text()
         try:
-            with urlopen(f"http://{ready}", timeout=5):
+            with urlopen(f"http://{ready}", timeout=30):
                 return True
-        except URLError:
+        except (OSError, HTTPException):  # not there, or not ready
             return False
 
     try:
@@ -143,7 +156,7 @@ def _running(name: str, place: Path, arguments: list[str], ready: str) -> Iterat
         yield
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=120)
 
 
 def _config(place: Path, config: Mapping[str, Any]) -> str:
@@ -152,10 +165,9 @@ def _config(place: Path, config: Mapping[str, Any]) -> str:
 
 
 def _free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def _data(url: str) -> Any:
-    with urlopen(url, timeout=10) as answer:
+    with urlopen(url, timeout=60) as answer:
         return json.load(answer)["data"]

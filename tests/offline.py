@@ -28,6 +28,7 @@ def mlflow(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("GIT_PYTHON_REFRESH", "quiet")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # which set_tracking_uri sets: put back with the others
     import mlflow
 
     before = mlflow.get_tracking_uri()

@@ -48,7 +48,7 @@ class Receiver:
 
     def bodies(self, count: int, wait_for: Callable[..., Any]) -> list[Any]:
         """The JSON of the first `count` requests, when they are there."""
-        wait_for(lambda: len(self.posted) >= count, f"{count} requests", 30)
+        wait_for(lambda: len(self.posted) >= count, f"{count} requests")
         return [each.json for each in self.posted[:count]]
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:

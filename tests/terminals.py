@@ -56,21 +56,24 @@ class Window:
     def text(self) -> str:
         return "\n".join(line.rstrip() for line in self.screen.display)
 
-    def sees(self, *texts: str, not_: str | None = None, seconds: float = 30) -> str:
-        """Waits until all the texts are on the screen, and the other is not; returns the screen."""
-        self.until(
-            lambda: all(text in self.text for text in texts) and (not_ is None or not_ not in self.text), seconds
-        )
+    def sees(self, *texts: str, not_: str | None = None, seconds: float = 120) -> str:
+        """Waits until all the texts are on a whole page of ours, and the other is not; returns the screen."""
+
+        def is_there() -> bool:
+            is_whole = self.raw.endswith(b"\x1b[J")  # what is below is erased at last; a page may come in parts
+            return is_whole and all(text in self.text for text in texts) and (not_ is None or not_ not in self.text)
+
+        self.until(is_there, seconds)
         return self.text
 
-    def until(self, is_so: Callable[[], bool], seconds: float = 30) -> None:
+    def until(self, is_so: Callable[[], bool], seconds: float = 120) -> None:
         """Waits until something holds; fails with the screen when the process ends before."""
         deadline = time.monotonic() + seconds
         while not is_so():
             assert time.monotonic() < deadline, f"waited too long:\n{self.text}"
             assert self._take(0.1) or self.process.poll() is None, f"has ended:\n{self.text}"
 
-    def ends(self, seconds: float = 30) -> int:
+    def ends(self, seconds: float = 120) -> int:
         """Waits for the process; returns its exit status, with all it wrote on the screen."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:

@@ -237,11 +237,12 @@ def test_the_stance_comes_back_after_an_exception_in_the_forward(tmp_path: Any) 
 def test_two_watched_models_share_the_stance() -> None:
     """Samples that overlap: the last one to end restores what there was."""
     one, other = Probe(tower()), Probe(tower())
-    one.arm(look=False)
-    other.arm(look=False)
+    one.arm(look=True)
+    other.arm(look=True)
     one.finish()
     assert stance() == "force_eager"
-    assert states(sample(other, other.model, tokens())) == VERIFIED
+    other.model(tokens()).sum().backward()
+    assert states(other.finish()) == VERIFIED
     assert stance() == "default"
 
 

@@ -131,11 +131,11 @@ def test_ctrl_c_gives_the_terminal_back(plain: Path) -> None:
 
 def test_ctrl_z_gives_the_terminal_to_the_shell_and_fg_takes_it_again(plain: Path) -> None:
     with Window(["bash", "--norc", "--noprofile", "-i"], PS1="$ ") as window:
-        window.sees("$")
+        window.until(lambda: "$" in window.text)
         window.type(f"{COMMAND} live {plain} --every 0.1\n")
         window.sees("Alerts:")
         window.type("\x1a")
-        window.sees("Stopped")
+        window.until(lambda: "Stopped" in window.text)
         assert not window.screen.cursor.hidden
         window.type("clear; fg\n")
         window.sees("Alerts: 4 firing", not_="Stopped")
@@ -188,7 +188,8 @@ def test_it_waits_for_a_run_follows_it_and_says_when_its_trainer_is_gone(tmp_pat
             window.sees("run  running  no step yet  0 samples", "Could not tell", "No sample yet")
             for step in range(0, 60, 20):
                 print(step, file=writer.stdin, flush=True)
-                window.sees(f"step {step}  {step // 20 + 1} samples", f"loss {4 - step / 100:.4g} at step {step}")
+                count = f"{step // 20 + 1} sample{'s' if step else ''}"
+                window.sees(f"step {step}  {count}", f"loss {4 - step / 100:.4g} at step {step}")
             print(1000, file=writer.stdin, flush=True)
             window.sees("run  running  step 1,000  4 samples", "(one every 20 s)")
             writer.kill()

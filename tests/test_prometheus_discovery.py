@@ -6,10 +6,12 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread
+from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
 
@@ -17,8 +19,9 @@ import pytest
 from tests import monitoring
 from tests.made_updates import EMPTY, METRICS, alert, fetch, full_update, parsed
 
-from attnwatch.monitor.outputs import textfile
+from attnwatch.monitor.outputs import prometheus, textfile
 from attnwatch.monitor.outputs.alerting import prometheus_rules
+from attnwatch.monitor.outputs.exposition import Exposition
 from attnwatch.monitor.outputs.prometheus import Prometheus, PrometheusOutput, prometheus_outputs
 from attnwatch.monitor.outputs.textfile import TextfileOutput
 
@@ -51,7 +54,7 @@ def server(settings: Prometheus) -> PrometheusOutput:
 
 
 def closing(output: PrometheusOutput) -> Thread:
-    thread = Thread(target=output.close)
+    thread = Thread(target=output.close, name="closing", daemon=True)
     thread.start()
     return thread
 
@@ -77,6 +80,48 @@ def test_the_final_state_stays_until_it_was_scraped(wait_for: Callable[..., Any]
     thread.join(timeout=60)
     assert not thread.is_alive()
     assert is_free(output.port)
+
+
+def test_who_has_just_been_answered_counts_as_one_who_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the server's thread is: a run that closes at that moment is there for one more scrape."""
+
+    def slow() -> float:
+        if current_thread().name != "closing":
+            time.sleep(0.2)
+        return time.monotonic()
+
+    monkeypatch.setattr(prometheus, "time", SimpleNamespace(monotonic=slow))
+    output = server(Prometheus(port=0, linger=FOREVER))
+    assert parsed(fetch(output.port))["attnwatch_finished"] == {(): 0}
+    thread = closing(output)
+    thread.join(timeout=0.5)
+    assert thread.is_alive()
+    assert parsed(fetch(output.port))["attnwatch_finished"] == {(): 1}
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+def test_an_answer_that_says_finished_is_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, wait_for: Callable[..., Any]
+) -> None:
+    """Also when the run ends while a scrape is answered: then the scraper is told with the next one, or with this."""
+    output = server(Prometheus(port=0, linger=FOREVER))
+    fetch(output.port)
+    rendered, threads = Exposition.text, []
+
+    def end_before(exposition: Exposition) -> Iterator[str]:
+        if not threads:
+            threads.append(closing(output))
+            wait_for(lambda: output._exposition.finished, "the end")
+        return rendered(exposition)
+
+    monkeypatch.setattr(Exposition, "text", end_before)
+    answers = [parsed(fetch(output.port))["attnwatch_finished"] == {(): 1}]
+    if not answers[0]:
+        answers.append(parsed(fetch(output.port))["attnwatch_finished"] == {(): 1})
+    assert answers[-1]
+    threads[0].join(timeout=60)
+    assert not threads[0].is_alive()
 
 
 def test_nobody_waits_for_a_scrape_that_nobody_makes() -> None:
@@ -187,7 +232,7 @@ def test_a_real_prometheus_finds_two_ranks_and_tells_an_end_from_a_crash(
             wait_for(lambda: prometheus.alerts().get("AttnwatchGone") == "firing", "the killed rank to be missed")
             alive = prometheus.series("ALERTS{alertname='AttnwatchGone'}")
             assert [found["rank"] for found, _ in alive] == ["1"]
-            assert prometheus.series("attnwatch_info") == []
+            wait_for(lambda: prometheus.series("attnwatch_info") == [], "both to be forgotten")
             last = prometheus.series("last_over_time(attnwatch_finished[5m])")
             assert sorted((found["rank"], value) for found, value in last) == [("0", 1), ("1", 0)]
     finally:

@@ -206,7 +206,7 @@ def test_a_signal_reaches_the_script_and_what_was_recorded_is_kept(name: str, sh
     while not losses.exists() or losses.read_text().count("\n") < 6:
         assert process.poll() is None, process.communicate()[0]
     process.send_signal(number)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=240)
     assert process.returncode == -number
     assert said.startswith(f"attnwatch: watching Decoder from step 1 on, every 1 steps, in {tmp_path / 'run'}\n")
     assert open_run(tmp_path / "run").ended == (name == "SIGINT")

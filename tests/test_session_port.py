@@ -50,7 +50,8 @@ def test_a_port_in_use_is_a_problem_and_training_goes_on(model: Decoder, run: Pa
 
 
 def test_the_port_answers_until_close(model: Decoder, run: Path) -> None:
-    with attnwatch.watch(model, run=run, prometheus=0, report=False) as monitor:
+    settings = attnwatch.Prometheus(port=0, linger=0)
+    with attnwatch.watch(model, run=run, prometheus=settings, report=False) as monitor:
         forward(model)
         monitor.step(loss=1.5)
         port = monitor.metrics_port
@@ -58,4 +59,5 @@ def test_the_port_answers_until_close(model: Decoder, run: Path) -> None:
     assert "\nattnwatch_loss 1.5\n" in text
     assert 'attnwatch_entropy{layer="blocks.1.attention",stat="mean"}' in text
     assert port is not None
-    socket.create_server(("127.0.0.1", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=30)

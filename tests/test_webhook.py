@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import time
 import traceback
@@ -12,10 +11,12 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import monitoring
 from tests.receiver import Receiver
 from tests.webhooks import (
     FIRED,
@@ -144,9 +145,8 @@ def test_it_has_the_shape_that_a_real_alertmanager_posts(
 ) -> None:
     """The same alert posted by both: the same keys, types, statuses, fingerprint, group key and common labels."""
     labels = {"alertname": "sparse_low_rank", "place": "model", "run": "gpt é", "severity": "critical"}
-    with Receiver() as receiver, socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-        free.close()
+    with Receiver() as receiver:
+        address = f"127.0.0.1:{monitoring.free_port()}"
         route = {"receiver": "attnwatch", "group_by": ["run"], "group_wait": "0s", "group_interval": "1s"}
         hooks = [{"url": f"http://{receiver.host}/alertmanager"}]
         config = {"route": route, "receivers": [{"name": "attnwatch", "webhook_configs": hooks}]}
@@ -166,15 +166,15 @@ def test_it_has_the_shape_that_a_real_alertmanager_posts(
                         {"Content-Type": "application/json"},
                     )
                     try:
-                        with urllib.request.urlopen(request, timeout=5):
+                        with urllib.request.urlopen(request, timeout=30):
                             return True
-                    except OSError:
+                    except (OSError, HTTPException):
                         return False
 
                 wait_for(accepted, "Alertmanager to start")
                 theirs = [receiver.bodies(1, wait_for)[0]]
                 alert["endsAt"] = datetime.now().astimezone().isoformat()
-                accepted()
+                wait_for(accepted, "the end of the alert to be taken")
                 theirs.append(receiver.bodies(2, wait_for)[1])
             finally:
                 server.terminate()

@@ -67,7 +67,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
 
 def complaint(output: WebhookOutput, wait_for: WaitFor) -> str:
     """What it tells a later update of an earlier one."""
-    text = wait_for(lambda: output.write(update()), "a complaint", 30)
+    text = wait_for(lambda: output.write(update()), "a complaint")
     assert isinstance(text, str)
     assert output.write(update()) is None, "told once"
     return text

@@ -13,6 +13,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, field
 from errno import EADDRINUSE, EADDRNOTAVAIL
 from http.server import BaseHTTPRequestHandler
@@ -214,8 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not re.fullmatch("(?:http://[^/?#]*)?/metrics", self.path.partition("?")[0]):
             self.send_error(404, explain="The metrics are at /metrics.")
             return
-        exposition = self.server.exposition
-        is_end = exposition.finished  # asked before rendering: then the text says so too
+        exposition = copy(self.server.exposition)  # what the text says and whether it is the end belong together
         families = (family.encode() for family in exposition.text())
         self.send_response(200)
         self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
@@ -228,9 +228,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
+        self.server.scraped = time.monotonic()  # before the answer: who reads it may close the run at once
         self.wfile.write(body)
-        self.server.scraped = time.monotonic()
-        if is_end:
+        if exposition.finished:
             self.server.told_end.set()
 
     do_HEAD = do_GET  # noqa: N815 (the library asks for this name)
