@@ -116,7 +116,7 @@ class Probe:
     def arm(self, look: bool) -> None:
         """Hooks on, for the next optimizer step. look: the weights are looked at too (spectrum, proofs)."""
         start = time.perf_counter()
-        self._unwind()
+        self.disarm()
         self._look = look
         self._room, self._later = KEPT, Later(KEPT)
         self._drafts = {}
