@@ -132,7 +132,8 @@ class Attention:
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.score_mod is not None:
-            logits = self.score_mod(logits, *self._indices(sequences, heads, rows)).float()
+            changed = self.score_mod(logits, *self._indices(sequences, heads, rows)).float()
+            logits = changed.clone(memory_format=torch.contiguous_format)  # what it returned may be the user's
         for added in self._added:
             logits.add_(_take(added, sequences, heads, rows))
         return logits

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from attnwatch.hooks import weights
-from attnwatch.hooks.maps import Gram
+from attnwatch.hooks.maps import Pair
 from attnwatch.hooks.precision import full_precision
 from attnwatch.hooks.proof import reconstruct, score_scale, tolerance
 from attnwatch.hooks.spectrum import BOUND, SPECTRUM, Factors, factors, spectra
-from attnwatch.hooks.statistics import ATTENTION, MAP_RANK, add_ranks, finish
+from attnwatch.hooks.statistics import ATTENTION, finish, merge
 from attnwatch.hooks.tap import Seen
+from attnwatch.hooks.together import Share, rank
 from attnwatch.hooks.update import UPDATE, Kept, change, keep, reader
 
 METRICS = (*ATTENTION, *SPECTRUM, *UPDATE, *BOUND)
@@ -74,13 +76,12 @@ def has_turn(layer: Layer, layers: Mapping[str, Layer], looks: int, share: int |
 class Draft:
     """What one layer gave in this step, still on the device.
 
-    grams and factors wait for their eigenvalues, by which `solve` completes pair and makes spectrum `[S, H]`. factors,
+    shares: one a micro-batch. factors wait for their eigenvalues, of which the spectrum `[S, H]` is made. factors,
     error `[]` (of the layer's output, or of c q.k against hand-written scores) and bound `[H]` are there only if the
     weights were looked at. kept: these weights, until the optimizer's step is done.
     """
 
-    pair: tuple[Tensor, Tensor]
-    grams: list[Gram]
+    shares: list[Share]
     looked: bool
     by_hand: bool
     dropped: bool
@@ -96,16 +97,16 @@ class Draft:
     channels: bool = False
     kept: Kept | None = None
 
-    def give_up(self) -> None:
-        """Eigenvalues could not be had: map rank and spectrum stay unknown."""
-        self.grams, self.factors = [], None
-        self.pair[1][MAP_RANK] = 0
-
     def compare(self) -> None:
         """After the optimizer's step: what it did to the weights joins the spectrum `[S + U, H]`."""
         if self.spectrum is not None:
             unknown = self.spectrum.new_full((len(UPDATE), self.spectrum.shape[1]), torch.nan)
             self.spectrum = torch.cat([self.spectrum, unknown if self.kept is None else change(self.kept)])
+
+    @property
+    def pair(self) -> Pair:
+        """Of all micro-batches. Raises what measuring one of them did."""
+        return reduce(merge, [share.pair for share in self.shares])
 
     @property
     def parts(self) -> list[Tensor]:
@@ -114,31 +115,20 @@ class Draft:
         return [*self.pair, *optional, *(side.errors for side in self.sides.values())]
 
 
-def solve(drafts: Sequence[Draft]) -> None:
-    """Eigenvalues of all layers together. The host waits for the device."""
-    add_ranks([(made.pair, made.grams) for made in drafts])
-    for made in drafts:
-        made.grams = []
-    waiting = [(made, made.factors) for made in drafts if made.factors is not None]
-    for (made, _), found in zip(waiting, spectra([each for _, each in waiting]), strict=True):
-        made.factors, made.spectrum = None, found
+def complete(drafts: dict[str, Draft], failed: Callable[[str, Exception], None]) -> None:
+    """After the optimizer's step: all eigenvalues, and what the step did to the weights. The host waits for the device.
 
-
-def complete(drafts: Mapping[str, Draft], failed: Callable[[str, Exception], None]) -> None:
-    """After the optimizer's step: what `Draft.parts` still lacks. A layer that cannot be completed is said to have
-    `failed`; the others are."""
+    A layer that cannot be completed is said to have `failed`, and left out if nothing of it was measured."""
     with torch.no_grad(), contextlib.ExitStack() as stack:
-        for device in {made.pair[0].device for made in drafts.values()}:
+        for device in {share.batch.device for made in drafts.values() for share in made.shares}:
             stack.enter_context(full_precision(device))
-        try:
-            solve(list(drafts.values()))
-        except Exception:  # of one layer, perhaps
-            for name, made in drafts.items():
-                try:
-                    solve([made])
-                except Exception as error:
-                    failed(name, error)
-                    made.give_up()
+        for name, made in list(drafts.items()):
+            error = next((share.batch.error for share in made.shares if share.batch.error is not None), None)
+            if error is not None:
+                failed(name, error)
+                del drafts[name]
+        _rank(drafts, failed)
+        _solve(drafts, failed)
         for name, made in drafts.items():
             try:
                 made.compare()
@@ -148,19 +138,49 @@ def complete(drafts: Mapping[str, Draft], failed: Callable[[str, Exception], Non
                 made.compare()
 
 
+def _rank(drafts: Mapping[str, Draft], failed: Callable[[str, Exception], None]) -> None:
+    """Of all maps; together, or one batch after another if that fails."""
+    batches = {id(share.batch): share.batch for made in drafts.values() for share in made.shares}
+    try:
+        rank(list(batches.values()))
+    except Exception:
+        for batch in batches.values():
+            try:
+                rank([batch])
+            except Exception as error:
+                batch.unrank()
+                for name, made in drafts.items():
+                    if any(share.batch is batch for share in made.shares):
+                        failed(name, error)
+
+
+def _solve(drafts: Mapping[str, Draft], failed: Callable[[str, Exception], None]) -> None:
+    """Of all weights; together, or one layer after another if that fails."""
+    try:
+        solve(list(drafts.values()))
+    except Exception:
+        for name, made in drafts.items():
+            try:
+                solve([made])
+            except Exception as error:
+                made.factors = None
+                failed(name, error)
+
+
+def solve(drafts: Sequence[Draft]) -> None:
+    """The spectra of these layers. The host waits for the device."""
+    waiting = [(made, made.factors) for made in drafts if made.factors is not None]
+    for (made, _), found in zip(waiting, spectra([each for _, each in waiting]), strict=True):
+        made.factors, made.spectrum = None, found
+
+
 def draft(
-    seen: Seen,
-    pair: tuple[Tensor, Tensor],
-    grams: list[Gram],
-    sides: dict[str, weights.Side],
-    look: bool,
-    layer: Layer,
-    module: nn.Module,
+    seen: Seen, share: Share, sides: dict[str, weights.Side], look: bool, layer: Layer, module: nn.Module
 ) -> Draft:
     """Take from a call of `module` what proofs and spectrum need, with autocast off. No host synchronisation."""
     attention = seen.attention
     by_hand = attention.scores is not None
-    made = Draft(pair, grams, look, by_hand, seen.dropped, seen.source if seen.weights else "", seen.folded, sides)
+    made = Draft([share], look, by_hand, seen.dropped, seen.source if seen.weights else "", seen.folded, sides)
     if not look:
         return made
     made.channels = seen.channels

@@ -163,13 +163,13 @@ def _tally(
     """Some rows of a block; `kept` of them are for map_rank."""
     queries = attention.query_block(sequences, heads, rows)
     visible = attention.visible(sequences, heads, rows)
-    s, lowest, nonfinite = _tame(attention.logits(queries, keys, sequences, heads, rows), visible)
+    s, spare, lowest, nonfinite = _tame(attention.logits(queries, keys, sequences, heads, rows), visible)
     use = full & (nonfinite == 0) & lowest.isfinite()
     top, key = s.max(-1)
     second = s.scatter_(-1, key[..., None], LOW).amax(-1)
     s.scatter_(-1, key[..., None], top[..., None]).sub_(top[..., None])
     # softmax, not exp: on CPU it is several times faster, most of all where keys are hidden.
-    p = s.softmax(-1)
+    p = torch.softmax(s, -1, out=spare)
     peak = p.amax(-1)  # 1 / Z
     entropy = -peak.log() - s.mul_(p).sum(-1)
     square = torch.linalg.vector_norm(p, dim=-1) ** 2
@@ -221,16 +221,19 @@ def _tally(
     )
 
 
-def _tame(s: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Finite logits, LOW where hidden; of each row the smallest visible one as it was, and how many NaN and +inf."""
+def _tame(s: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Finite logits, LOW where hidden, and as much memory to write on; of each row the smallest visible one as it was,
+    and how many NaN and +inf. Overwrites s: the system takes longer to give new memory than we to fill it."""
     if visible is None:
+        spare = torch.empty_like(s)
         lowest = s.amin(-1)
     else:
-        s = torch.where(visible, s, LOW)
-        lowest = (s + torch.where(visible, 0.0, INF)).amin(-1)  # adding is cheaper than choosing once more
+        spare, s = s, torch.where(visible, s, LOW)
+        # Adding is cheaper than choosing once more.
+        lowest = torch.add(s, torch.where(visible, 0.0, INF), out=spare).amin(-1)
     s.clamp_(min=LOW)
-    nonfinite = (s - s).nan_to_num_(nan=1.0).sum(-1)  # inf - inf is NaN; comparing would be slower
-    return s.nan_to_num_(nan=LOW, posinf=HUGE), lowest, nonfinite
+    nonfinite = torch.sub(s, s, out=spare).nan_to_num_(nan=1.0).sum(-1)  # inf - inf is NaN; comparing would be slower
+    return s.nan_to_num_(nan=LOW, posinf=HUGE), spare, lowest, nonfinite
 
 
 def _outlier(queries: Tensor, keys: Tensor, key: Tensor) -> Tensor:

@@ -31,11 +31,11 @@ from attnwatch.hooks.huggingface import Interface
 from attnwatch.hooks.inert import Enter, Leave
 from attnwatch.hooks.layers import METRICS, Draft, Layer, complete, draft, has_turn, settle, solve
 from attnwatch.hooks.layouts import Shape
-from attnwatch.hooks.maps import Later
 from attnwatch.hooks.normalisers import every_row
 from attnwatch.hooks.precision import computed_in, full_precision
-from attnwatch.hooks.statistics import ATTENTION, measure, merge, sample_rows, sample_sequences
+from attnwatch.hooks.statistics import ATTENTION, sample_rows, sample_sequences
 from attnwatch.hooks.tap import Frame, Seen, Tap
+from attnwatch.hooks.together import Together
 
 PATIENCE = 3  # failures of a layer: one side computation in a forward, such as a trace, is not the end of it
 _GOLDEN = 0.6180339887498949  # phases of successive samples fill [0, 1) evenly
@@ -94,7 +94,7 @@ class Probe:
         self._looks = 0
         self._look = False
         self._room = KEPT
-        self._later = Later(KEPT)
+        self._together = Together(KEPT)
         self._drafts: dict[str, Draft] = {}
         self._handles: list[Any] = []
         self._names: dict[int, str] = {}
@@ -118,7 +118,7 @@ class Probe:
         start = time.perf_counter()
         self.disarm()
         self._look = look
-        self._room, self._later = KEPT, Later(KEPT)
+        self._room, self._together = KEPT, Together(KEPT)
         self._drafts = {}
         self._broken = {where for where, times in self._failures.items() if times >= PATIENCE}
         if self._graph is not None:
@@ -242,22 +242,20 @@ class Probe:
             sides = self._sides(layer, frame, seen) if look else {}
             with full_precision(attention.device):
                 sequences = self._choose(attention.batch)
-                later = Later(self._later.room)
-                pair = measure(asked, sequences, rows, later)
+                share = self._together.add(asked, sequences, rows, at_once=self.every_row)
                 if self.every_row:
-                    pair = every_row(asked, sequences, pair)
+                    share.batch.pair = every_row(asked, sequences, share.pair)
                 seen = seen._replace(channels=look and weights.over_channels(frame, attention))
-                fresh = draft(seen, pair, later.grams, sides, look, layer, frame.module)
-                if fresh.factors is not None and not later.takes(fresh.factors.bytes):
+                fresh = draft(seen, share, sides, look, layer, frame.module)
+                if fresh.factors is not None and not self._together.takes(fresh.factors.bytes):
                     solve([fresh])
         with self._lock:
-            self._later = later
             if fresh.kept is not None:
                 self._room -= fresh.kept.bytes
                 fresh.kept = fresh.kept if self._room >= 0 else None
             known = self._drafts.setdefault(name, fresh)
             if known is not fresh:
-                known.pair, known.grams = merge(known.pair, pair), known.grams + fresh.grams
+                known.shares += fresh.shares
 
     def _layer(self, name: str, attention: Attention, part: tuple[int, int]) -> Layer:
         layer = self.layers.setdefault(name, Layer(name))
@@ -306,6 +304,7 @@ class Probe:
         self._looks += self._look
         drafts, self._drafts = self._drafts, {}
         parts = [x.detach().reshape(-1) for x in extras]
+        self._together.finish()
         complete(drafts, self.failed)
         for made in drafts.values():
             parts += made.parts
@@ -337,7 +336,7 @@ class Probe:
         silent = set(self.layers) - gave - self._broken
         if self._graph is not None:
             silent |= {layer.name for layer in unseen}
-        if not gave:
+        if not gave | self._broken:
             self._problems.append(("model", f"no attention call was seen in this step: {self._reason()}"))
         else:
             reason = BLIND if self._graph is not None else "it did not run, or was not seen"

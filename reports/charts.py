@@ -86,7 +86,8 @@ def round_values(low: float, high: float, count: int) -> list[float]:
     rough = high / max(count, 1) - low / max(count, 1)  # the difference itself may overflow
     power = 10.0 ** floor(log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    return [float(f"{index * step:.12g}") for index in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
+    multiples = [index * step for index in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
+    return list(dict.fromkeys(float(f"{value:.12g}") for value in multiples))  # neighbours beyond 12 digits are one
 
 
 def limits(*arrays: ArrayLike, pad: float = 0.06) -> tuple[float, float]:

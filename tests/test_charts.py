@@ -325,3 +325,10 @@ def test_lanes_leave_out_what_never_fired_and_keep_the_gravest() -> None:
     gone = made_runs.alert("gone", state="resolved", fired_step=None, resolved_step=9)
     found = lanes.alert_lanes((gone, *infos, made_runs.alert()))
     assert [lane[0].rule for lane in found] == [f"info_{i:02}" for i in range(11)] + ["sparse_low_rank"]
+
+
+def test_numbers_that_differ_beyond_the_twelfth_digit_share_a_tick() -> None:
+    for low in (1e16, 1e-7, -3e5, 1.0):
+        for count in (1, 4, 8):
+            ticks = charts.round_values(low, float(np.nextafter(low, np.inf)), count)
+            assert (np.diff(ticks) > 0).all()
