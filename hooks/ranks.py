@@ -55,7 +55,8 @@ POLL = 0.25
 """Seconds between two looks at whether the others have come, after SPEAK."""
 
 PATIENCE = 120.0
-"""Seconds that a rank waits for another before ranks part. Training would wait for it too."""
+"""Seconds that a rank waits for another before ranks part, or half of what training's own collectives wait for, where
+that is less: they must not give up before."""
 
 _OPEN, _WIDE = "open", "open wide"  # without and with numbers of weights
 _OF_WEIGHTS = 1 << 32  # what a rank with such adds to the count of those that came
@@ -135,6 +136,8 @@ class Ranks:
 
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         store = _get_default_store()
+        waits: timedelta = getattr(store, "timeout", timedelta.max)  # as `init_process_group` was told
+        self._training = waits.total_seconds()
         # A connection of its own: a wait holds it, and torch's own threads use the other.
         store = store.clone() if hasattr(store, "clone") else store
         self._store = PrefixStore(f"attnwatch/{name}/{next(_TIMES[name])}", store)
@@ -228,15 +231,16 @@ class Ranks:
             self._store.compare_set(door, "", f"{absent} did not call attnwatch.watch for this run")
         elif not self._waited([door], SPEAK):
             missing = _named(self._absent("came", n))
-            LOG.warning("attnwatch: waiting for %s at the sample of step %d, %.0f s at most", missing, step, PATIENCE)
-            if not self._waited([door], PATIENCE - SPEAK):
+            patience = self._patience
+            LOG.warning("attnwatch: waiting for %s at the sample of step %d, %.0f s at most", missing, step, patience)
+            if not self._waited([door], patience - SPEAK):
                 late = f"{_named(self._absent('came', n))} did not come to the sample of step {step}"
-                self._store.compare_set(door, "", f"{late} within {PATIENCE:.0f} s")
+                self._store.compare_set(door, "", f"{late} within {patience:.0f} s")
         answer = self._store.get(door).decode()
         if answer not in (_OPEN, _WIDE):
             raise PartedError(answer, n > 0)
         if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE))
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._patience))
         return answer == _WIDE
 
     def _waited(self, keys: list[str], seconds: float) -> bool:
@@ -248,6 +252,10 @@ class Ranks:
         while not (there := self._store.check(keys)) and time.monotonic() < end:
             time.sleep(POLL)  # a wait of the store's is deaf to Ctrl-C, and writes two lines to the log when it ends
         return there
+
+    @property
+    def _patience(self) -> float:
+        return min(PATIENCE, self._training / 2)
 
     def _absent(self, place: str, number: int) -> list[int]:
         """Ranks that did not say this number, or a later one, there."""

@@ -106,6 +106,10 @@ def expected_sites(model: nn.Module) -> list[str]:
     return [name for name in names if not any(name != other and inside(other, name) for other in names)]
 
 
+def on_host(model: nn.Module) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
 def may_hold_attention(model: nn.Module) -> bool:
     """False only when neither a name nor the code of any module (and of what it calls) speaks of attention."""
     return any(

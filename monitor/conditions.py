@@ -341,9 +341,9 @@ class _Parser:
 
 
 def _matrix(value: Array | float) -> Array:
-    if isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype == np.float64:
-        return value
-    return np.atleast_2d(np.asarray(value, dtype=np.float64))
+    if isinstance(value, np.ndarray):
+        return value if value.ndim == 2 and value.dtype == np.float64 else np.atleast_2d(value.astype(np.float64))
+    return np.array([[value]], dtype=np.float64)
 
 
 def closest(name: str, names: Collection[str]) -> list[str]:

@@ -48,6 +48,9 @@ class Writer(Protocol):
     @property
     def path(self) -> Path: ...
 
+    @property
+    def lost(self) -> Mapping[str, int]: ...
+
     def sample(self, sample: Sample) -> None: ...
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None: ...
@@ -62,6 +65,7 @@ class Elsewhere:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.lost: dict[str, int] = {}
 
     def sample(self, sample: Sample) -> None: ...
 
@@ -136,6 +140,13 @@ class Journal:
         """What training was left by; None: by nothing. `sys.exit`, and a stop that was asked for, break nothing."""
         if kind is not None and not issubclass(kind, SystemExit | TrainingStopped):
             self.exception = kind.__name__
+
+    def end(self, step: int, content: Mapping[str, Any]) -> None:
+        """The last event: what the disk refused is counted, and what ended training is named."""
+        if self._writer.lost:
+            lost = ", ".join(f"{count} {what}" for what, count in self._writer.lost.items())
+            self.problem(RUN, f"{lost} could not be written: they are lost")
+        self.event("end", step, {**content, "exception": self.exception})
 
     def close(self) -> None:
         self._record_problems()

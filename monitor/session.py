@@ -9,7 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -179,7 +179,7 @@ class Monitor:
         if self._stepped is None:
             self._journal.problem("step", NO_STEP)
         end = {"time": time.time(), "samples": self._samples, "seconds": self._seconds}
-        self._journal.event("end", self._step, {**end, "exception": self._journal.exception})
+        self._journal.end(self._step, end)
         if self._report:
             self._journal.safely("report", self.report)
         self._tell(is_new=False)
@@ -365,9 +365,10 @@ class Monitor:
             self._records = self._journal.safely("run directory", lambda: setattr(self, "_journal", alone()))
             self._journal.step, self.run = self._step, self._journal.path
         self._shape = ranks.own if self._records and parted.began else None
-        self._stop, self._wish = self._wish, None
         text = f"ranks are not merged{' any more' if parted.began else ''}: {parted}; "
         text += f"this run holds what rank {ranks.rank} sees" if self._records else "nothing more is measured here"
+        text += "; stop_on is off: a rank that stops alone holds up the others" if self._options.stop_on else ""
+        self._options, self._wish = replace(self._options, stop_on=None), None
         self._journal.problem("ranks", text)
         if ranks.rank:
             LOG.warning("attnwatch: rank %d: %s", ranks.rank, text)
@@ -386,12 +387,11 @@ class Monitor:
 
     def _tell(self, is_new: bool) -> None:
         changed, self._changed = tuple(self._changed), []
-        problems = tuple(self._journal.problems)
-        update = Update(
-            self._step, self.last, is_new, dict(self._scalars), self._engine.alerts, changed, self._coverage, problems,
-            self._samples, self._seconds, self.run, self._cadence.interval, self._cadence.share,
-        )  # fmt: skip
-        self._journal.tell(update)
+        self._journal.tell(Update(
+            self._step, self.last, is_new, dict(self._scalars), self._engine.alerts, changed, self._coverage,
+            tuple(self._journal.problems), self._samples, self._seconds, self.run, self._cadence.interval,
+            self._cadence.share,
+        ))  # fmt: skip
 
 
 def _if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:

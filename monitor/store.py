@@ -20,6 +20,7 @@ import errno
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from os import PathLike
@@ -42,7 +43,7 @@ class StoreError(OSError):
 
 
 class RunWriter:
-    """Writes a new run directory. `lost` counts the samples that could not be written.
+    """Writes a new run directory. `lost` counts the samples, and the lines, that could not be written.
 
     Raises UsageError when `path` cannot become one: recorded data is never overwritten. The other methods
     raise StoreError when the disk refuses; the next call tries again.
@@ -51,7 +52,7 @@ class RunWriter:
     def __init__(self, path: str | PathLike[str], header: Mapping[str, Any]) -> None:
         """header: what run.json says of the run; its "metrics" are the first axis of every sample's values."""
         self.path = Path(path)
-        self.lost = 0
+        self.lost = Counter[str]()
         self._header = dict(header)
         self._metrics = tuple(str(metric["name"]) for metric in header["metrics"])
         self._layouts: list[Layout] = []
@@ -80,7 +81,7 @@ class RunWriter:
             segment = self._segment_for(sample.layers, shape[-1])
             segment.append(record)
         except OSError as error:
-            self.lost += 1
+            self.lost["samples"] += 1
             if self._segment is not None and self._segment.size:  # an empty one is tried again
                 with suppress(OSError):
                     self._leave_segment(flush=False)
@@ -121,6 +122,8 @@ class RunWriter:
         try:
             file.append(text.encode() + b"\n")
         except OSError as error:
+            if line.get("event") != "problem":  # which is written again later
+                self.lost[f"lines of {file.path.name}"] += 1
             raise self._refused(f"a line of {file.path.name} lost", error) from error
 
     def _segment_for(self, layers: tuple[str, ...], heads: int) -> _Appender:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ def watch(
         on a CPU with dropout or a learned bias), `observe`, other backends and what runs eagerly stay unseen, and are
         named as problems.
     context: a longer context, in keys, that the model is meant for later: `forecast_sharpness` is measured for it.
-    stop_on: "info", "warning" or "critical": `monitor.step` raises `TrainingStopped` when such an alert fires.
+    stop_on: "info", "warning" or "critical": `monitor.step` raises `TrainingStopped` when such an alert fires; on all
+        ranks at one step, or on none: not with merge="none", and not any more once ranks have parted.
     budget: the share of training time that sampling may cost, 0.01 say: the interval is lengthened to keep it, and
         shortened again, never below `every`. What it is and what it costs is logged, recorded and exported.
     merge: of several processes (torch.distributed). "ranks": call `watch` and `step` on every rank; each measures what
@@ -87,7 +89,9 @@ def watch(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module to watch, found {type(model).__name__}")
-    if not adapters and not sites.may_hold_attention(model):
+    several = ranks.several()
+    merges = several and merge == "ranks"  # then the first and the last stage of a pipeline may hold none
+    if not adapters and not merges and not sites.may_hold_attention(model):
         raise UsageError(
             f"expected a model with attention, found none in {type(model).__name__} (no module or forward code names "
             "it); call attnwatch.observe(module, q, k) in the forward of an attention that has no softmax"
@@ -95,9 +99,12 @@ def watch(
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"expected optimizer to be a torch.optim.Optimizer, found {type(optimizer).__name__}")
     check_outputs(outputs)
-    several = ranks.several()
     if several and merge == "none" and run is None:
         raise UsageError('expected run= with merge="none", found none; name one directory on all ranks')
+    if several and merge == "none" and stop_on is not None:
+        raise UsageError(
+            'expected no stop_on= with merge="none", found one: a rank that stops alone holds up the others'
+        )
     directory = run_directory(run)
     if several and merge == "none":
         directory /= f"rank{dist.get_rank():05d}"
@@ -158,7 +165,7 @@ def watch(
     except Exception as error:  # a store that cannot do it
         journal = record(own if rank else directory)
         journal.problem("ranks", f"ranks are not merged: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
-        return Monitor(probe, journal, engine, metrics, options, optimizer, report)
+        return Monitor(probe, journal, engine, metrics, replace(options, stop_on=None), optimizer, report)
     journal = Journal(Elsewhere(directory), []) if rank else record(directory)
     alone = partial(record, own)
     return Monitor(probe, journal, engine, metrics, options, optimizer, report, together, alone)

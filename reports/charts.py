@@ -104,7 +104,7 @@ def limits(*arrays: ArrayLike, pad: float = 0.06) -> tuple[float, float]:
 def log_limits(*arrays: ArrayLike, spread: float) -> tuple[float, float] | None:
     """Limits of a log axis; None where a value is not positive, or the highest not `spread` times the lowest."""
     data = finite(*arrays)
-    if not data.size or data.min() <= 0 or data.max() / spread <= data.min():
+    if not data.size or data.min() <= 0 or data.max() / spread <= max(data.min(), 1 / LARGEST):
         return None
     return max(float(data.min()) / 1.3, 1 / LARGEST), float(data.max()) * 1.3
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import attnwatch
-from attnwatch import Monitor, Rule, TrainingStopped
+from attnwatch import Monitor, Rule, TrainingStopped, UsageError
 from attnwatch.hooks import ranks
 
 QUICK: dict[str, Any] = {**WATCH, "every": 1, "spectrum_every": 2}
@@ -158,6 +158,18 @@ def sees_nothing(place: Path) -> Told:
     return told(monitor)
 
 
+def holds_none(place: Path) -> Told:
+    """Rank 1 has no attention, as the last stage of a pipeline may."""
+    model = decoder() if rank() == 0 else nn.Sequential(nn.Linear(4, 4))
+    with attnwatch.watch(model, run=place, **QUICK) as monitor:
+        for step in range(2):
+            if rank() == 0:
+                fit(monitor, model, [step])
+            else:
+                monitor.step(step, loss=float(step))
+    return told(monitor)
+
+
 def stops(place: Path) -> Told:
     """An alert on rank 0 between two samples."""
     model, stopped = decoder(), ""
@@ -171,6 +183,24 @@ def stops(place: Path) -> Told:
         done, stopped = step, error.alert.rule
     monitor.close()
     return told(monitor, done=done, stopped=stopped, alerts=[alert.rule for alert in monitor.alerts])
+
+
+def cannot_stop(place: Path) -> Told:
+    """The same alert, when rank 1 has closed its monitor: it would wait for a rank 0 that stops."""
+    model = decoder()
+    rules = [Rule("late", "critical", "scalar.mark >= 3")]
+    monitor = attnwatch.watch(model, run=place, **QUICK, rules=rules, stop_on="critical")
+    fit(monitor, model, [0, 1])
+    if rank() == 1:
+        monitor.close()
+    done = fit(monitor, model, [2, 3, 4])
+    monitor.close()
+    refused = ""
+    try:
+        attnwatch.watch(model, run=place.with_name("refused"), **QUICK, stop_on="critical", merge="none")
+    except UsageError as error:
+        refused = str(error)
+    return told(monitor, done=done, refused=refused, alerts=[alert.rule for alert in monitor.alerts])
 
 
 def apart(place: Path) -> Told:
@@ -275,8 +305,8 @@ def counts(place: Path) -> Told:
 
 
 ENDS = (
-    fails, leaves, stays_away, first_stays_away, falls_silent, is_interrupted, joins, sees_nothing, stops, apart,
-    different, keeps_a_budget, resumes, resumes_unequally, counts, breaks, dies,
+    fails, leaves, stays_away, first_stays_away, falls_silent, is_interrupted, joins, sees_nothing, holds_none, stops,
+    cannot_stop, apart, different, keeps_a_budget, resumes, resumes_unequally, counts, breaks, dies,
 )  # fmt: skip
 
 if __name__ == "__main__":

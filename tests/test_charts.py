@@ -8,7 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests import made_runs
 
@@ -86,6 +86,8 @@ EXTREME = st.sampled_from([1.7e308, -1.7e308, 1e-320, 5e-324, 0.0, -0.0, 1.0, NA
 
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(st.lists(EXTREME | st.floats(), min_size=1, max_size=6), st.integers(1, 8))
+@example([1e-320, 5e-324], 1)
+@example([1e16, 1e16 + 2], 1)
 def test_any_numbers_have_an_axis(values: list[float], count: int) -> None:
     """Whatever a trainer passed: limits that hold what can be drawn, a few rising ticks, and places within the axis."""
     limits = charts.log_limits(values, spread=30)

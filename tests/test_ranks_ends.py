@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,30 @@ def test_ranks_that_see_no_attention_say_why(ended: Path) -> None:
     assert problems(ended, "sees_nothing") == [("model", why), ("model", f"rank 1: {why}")]
 
 
+def test_a_rank_without_attention_is_one_of_them(ended: Path) -> None:
+    """Its loss is the run's, and nothing is said of it."""
+    run = attnwatch.open_run(ended / "holds_none")
+    assert run.layers == LAYERS
+    assert run.steps.tolist() == [0, 1]
+    assert run.scalar("loss")[0].tolist() == [0, 1]
+    assert problems(ended, "holds_none") == []
+
+
+def test_a_rank_waits_half_as_long_as_training_would(tmp_path: Path) -> None:
+    """Its own collectives must not give up first."""
+    script = f"""
+import datetime
+import torch.distributed as dist
+from attnwatch.hooks.ranks import PATIENCE, Ranks
+for seconds, patience in ((20, 10), (1000, PATIENCE)):
+    wait = datetime.timedelta(seconds=seconds)
+    dist.init_process_group("gloo", init_method="file://{tmp_path}/%d" % seconds, rank=0, world_size=1, timeout=wait)
+    assert Ranks("run")._patience == patience
+    dist.destroy_process_group()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
 def test_what_many_ranks_say_is_one_problem() -> None:
     """Of 1,024 ranks: the run has room for a thousand."""
     same, own = ("blocks.0", "gave nothing"), ("sample", "no memory")
@@ -123,6 +149,15 @@ def test_all_ranks_stop_at_the_same_step(ended: Path) -> None:
     for rank in told(ended, "stops"):
         assert (rank["done"], rank["stopped"], rank["alerts"]) == (4, "late", ["late"])
     assert attnwatch.open_run(ended / "stops").alerts[0].fired_step == 3
+
+
+def test_no_rank_stops_alone(ended: Path) -> None:
+    """The others would wait for it in training's collectives."""
+    mine, other = told(ended, "cannot_stop")
+    assert (mine["done"], mine["alerts"], other["done"]) == (3, ["late"], 3)
+    (problem,) = problems(ended, "cannot_stop")
+    assert problem[1].endswith("; stop_on is off: a rank that stops alone holds up the others")
+    assert mine["refused"].startswith('expected no stop_on= with merge="none", found one')
 
 
 def test_without_merging_every_rank_records_for_itself(ended: Path) -> None:

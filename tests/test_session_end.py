@@ -174,7 +174,7 @@ def full_disk(size: int) -> Iterator[None]:
 
 
 def test_training_goes_on_with_a_full_disk_and_recording_when_there_is_room_again(model: Decoder, run: Path) -> None:
-    """One problem, however often it fails; it reaches the run as soon as there is room."""
+    """One problem, however often it fails, which reaches the run as soon as there is room; what was lost is counted."""
     with attnwatch.watch(model, run=run, every=1, report=False) as monitor:
         for step in range(6):
             forward(model)
@@ -185,8 +185,9 @@ def test_training_goes_on_with_a_full_disk_and_recording_when_there_is_room_agai
     stored = open_run(run)
     assert stored.steps.tolist() == [0, 1, 5]
     assert stored.scalar("loss")[0].tolist() == [0, 1, 5]
-    assert [(p.step, p.where) for p in stored.problems] == [(2, "run directory")]
+    assert [(p.step, p.where) for p in stored.problems] == [(2, "run directory"), (5, "run directory")]
     assert "sample of step 2 lost" in stored.problems[0].text
+    assert stored.problems[1].text == "3 samples, 3 lines of scalars.jsonl could not be written: they are lost"
     assert list(stored.problems) == monitor.problems
 
 

@@ -131,7 +131,7 @@ def test_a_sample_the_disk_refuses_is_lost_alone(tmp_path: Path) -> None:
         limit(5 * (28 + 2 * 4 * 64 * 4) // 2)
         for step in range(1, 7):
             attempt(writer.sample, sample(step, ("a", "b", "c", "d"), heads=64))
-        assert writer.lost == 2
+        assert writer.lost == {"samples": 2}
         limit(resource.RLIM_INFINITY)
         writer.close()
     """
@@ -210,5 +210,5 @@ def test_a_directory_that_vanished_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=f"sample of step 1 lost: {os.strerror(2)}") as caught:
         writer.sample(sample(1))
     assert "\n" not in str(caught.value)
-    assert writer.lost == 1
+    assert writer.lost["samples"] == 1
     writer.close()
