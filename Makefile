@@ -30,11 +30,10 @@ check: venv  ## ruff and mypy
 demo: venv  ## trains two small models; leaves their runs and one report
 	$(BIN)/attnwatch demo
 
-# Without the crash benchmark, which trains for hours (python -m benchmarks.detection), peers.py, which installs other
-# people's packages, and gpu_check.py.
-bench: venv  ## the other tables of the README and the docs, about half an hour
-	@set -e; for script in "overhead.py --quick" "spectrum.py --quick" "rows.py --quick" distributed.py report.py scan.py \
-	  store.py scrape.py attach.py families.py; do echo "== $$script"; $(BIN)/python benchmarks/$$script; done
+# Not the crash benchmark, which trains for hours (python -m benchmarks.detection), nor gpu_check.py. It installs other
+# people's packages into directories that are gone afterwards.
+bench: venv  ## all figures that have a goal, in one table, in a quarter of an hour
+	$(BIN)/python -m benchmarks.summary --quick
 
 clean:  ## all that was built
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
