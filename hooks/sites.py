@@ -112,9 +112,9 @@ def on_host(model: nn.Module) -> bool:
 
 def may_hold_attention(model: nn.Module) -> bool:
     """False only when neither a name nor the code of any module (and of what it calls) speaks of attention."""
-    return any(
-        looks_like_attention(module) or any(_mentions_attention(function) for function in _functions(module))
-        for _, module in hookable(model)
+    modules = [module for _, module in hookable(model)]
+    return any(map(looks_like_attention, modules)) or any(
+        _mentions_attention(function) for module in modules for function in _functions(module)
     )
 
 
@@ -129,7 +129,7 @@ def _functions(module: nn.Module) -> Iterator[object]:
 
 def _mentions_attention(function: object, depth: int = 2) -> bool:
     code = getattr(function, "__code__", None)
-    if code is None:
+    if not isinstance(code, CodeType):  # types describe theirs, and torch.ops has anything that it is asked for
         return False
     names = _names(code)
     if _CALLS & names:

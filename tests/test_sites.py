@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.models import (
     sampled,
     tokens,
 )
-from torch import Tensor, nn
+from torch import Tensor, nn, ops
 
 import attnwatch
 from attnwatch.hooks import sites
@@ -226,8 +227,18 @@ class Convolutional(nn.Module):
         return F.relu(self.body(x))
 
 
+class Reflective(nn.Module):
+    """Its code names a type that describes its own code, and a namespace that has whatever it is asked for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not isinstance(x, FunctionType)
+        y: Tensor = ops.relu(x)
+        return y
+
+
 @pytest.mark.parametrize(
-    "model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.GELU()), Convolutional(), nn.LSTM(2, 2)]
+    "model",
+    [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.GELU()), Convolutional(), nn.LSTM(2, 2), Reflective()],
 )
 def test_a_model_without_attention_is_refused(model: nn.Module, tmp_path: Path) -> None:
     """Before training, in one line, and nothing is left behind."""
