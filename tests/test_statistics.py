@@ -377,3 +377,15 @@ def test_wrong_use_says_what_to_do_in_one_line() -> None:
         with pytest.raises(ValueError, match=words) as raised:
             attention_statistics(**{"q": q, "k": q, **wrong})
         assert "\n" not in str(raised.value)
+
+
+def test_what_a_score_mod_returns_is_not_written_on() -> None:
+    """It may hand out a tensor of its own, or one number for all."""
+    own = torch.randn(1, 2, 5, 5, generator=torch.Generator().manual_seed(1))
+    kept = own.clone()
+    q, k = torch.randn(2, 1, 2, 5, 4, generator=torch.Generator().manual_seed(2))
+    for returned in (own, torch.zeros(()).expand(1, 2, 5, 5)):
+        pair = measure(Attention(q, k, score_mod=lambda score, *at, it=returned: it), [0], range(5))
+        expected = measure(Attention(None, None, scores=returned.clone()), [0], range(5))
+        torch.testing.assert_close(finish(pair)[:10], finish(expected)[:10], equal_nan=True)
+    assert torch.equal(own, kept)
