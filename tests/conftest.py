@@ -6,13 +6,18 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests import made_runs, monitoring
 
 from attnwatch.monitor.run import Run
 from attnwatch.monitor.store import open_run
+
+if TYPE_CHECKING:
+    from tests.recipes import Decoder
 
 # Tiny tensors on shared cores: a second thread mostly waits. Set before torch is loaded, and for subprocesses too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,6 +44,22 @@ def program() -> Callable[[str], str]:
 def wait_for() -> Callable[..., Any]:
     """Asks until the answer is true and returns it; fails when it never is: `wait_for(ask, what, seconds=120)`."""
     return monitoring.wait_for
+
+
+@pytest.fixture
+def model() -> Decoder:
+    """A small one that attnwatch can see through."""
+    import torch
+    from tests.recipes import Attention, Decoder, fused
+
+    torch.manual_seed(0)
+    return Decoder(partial(Attention, fused))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Where to record; nothing is there yet."""
+    return tmp_path / "run"
 
 
 @pytest.fixture

@@ -110,6 +110,11 @@ class Decoder(nn.Module):
         return out
 
 
+def forward(model: Decoder) -> None:
+    """One batch, there and back."""
+    model(torch.randint(TOKENS, (BATCH, LENGTH))).sum().backward()
+
+
 class Encoder(nn.Module):
     """torch's own layers, with padding."""
 

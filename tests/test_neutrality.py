@@ -126,6 +126,7 @@ def test_nothing_is_read_before_the_one_copy(name: str, look: bool) -> None:
         model(torch.zeros(BATCH, LENGTH, dtype=torch.int64)).sum().backward()
         with pytest.raises(NotImplementedError, match="meta tensor"):
             probe.finish()
+        assert probe._problems == []  # not even a layer that could not be completed
         probe.arm(look=False)
         assert [where for where, _ in probe.finish().problems] == ["model"]  # no forward ran in this last step
 

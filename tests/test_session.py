@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.recipes import BATCH, LENGTH, TOKENS, Attention, Decoder, fused
+from tests.recipes import BATCH, LENGTH, TOKENS, Decoder
 from torch import Tensor, nn
 
 import attnwatch
@@ -25,17 +24,6 @@ from attnwatch.monitor.scalars import Pending
 LAYERS = ("blocks.0.attention", "blocks.1.attention")
 HIGH_LOSS = Rule("high_loss", "critical", "loss > 5", summary="too high")
 ENTROPY = Rule("seen", "warning", "entropy_ratio > 0", share=1.0)
-
-
-@pytest.fixture
-def model() -> Decoder:
-    torch.manual_seed(0)
-    return Decoder(partial(Attention, fused))
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
 
 
 class Told:

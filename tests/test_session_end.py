@@ -12,32 +12,15 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from tests.recipes import BATCH, LENGTH, TOKENS, Attention, Decoder, fused
+from tests.recipes import Decoder, forward
 from torch import nn
 
 import attnwatch
 from attnwatch import open_run
-
-
-@pytest.fixture
-def model() -> Decoder:
-    torch.manual_seed(0)
-    return Decoder(partial(Attention, fused))
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
-def forward(model: nn.Module) -> None:
-    model(torch.randint(TOKENS, (BATCH, LENGTH))).sum().backward()
-
 
 # --- an orderly end ---------------------------------------------------------------------------------------------------
 

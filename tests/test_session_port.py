@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import socket
-from functools import partial
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-import torch
-from tests.recipes import BATCH, LENGTH, TOKENS, Attention, Decoder, fused
-from torch import nn
+from tests.recipes import Decoder, forward
 
 import attnwatch
 from attnwatch import open_run
-
-
-@pytest.fixture
-def model() -> Decoder:
-    torch.manual_seed(0)
-    return Decoder(partial(Attention, fused))
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
-def forward(model: nn.Module) -> None:
-    model(torch.randint(TOKENS, (BATCH, LENGTH))).sum().backward()
 
 
 def test_a_port_in_use_is_a_problem_and_training_goes_on(model: Decoder, run: Path) -> None:

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import socket
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.monitoring import free_port
-from tests.recipes import BATCH, LENGTH, TOKENS, Attention, Decoder, fused
+from tests.recipes import Decoder, forward
 from torch import nn
 
 import attnwatch
 from attnwatch import Rule, UsageError, open_run
 from attnwatch.monitor.outputs.log import LogOutput
-
-
-@pytest.fixture
-def model() -> Decoder:
-    torch.manual_seed(0)
-    return Decoder(partial(Attention, fused))
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
-def forward(model: nn.Module) -> None:
-    model(torch.randint(TOKENS, (BATCH, LENGTH))).sum().backward()
-
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"every": 0}, "expected every to be a whole number of at least 1, found 0"),
