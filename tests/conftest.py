@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -32,6 +33,24 @@ def pytest_runtest_setup() -> None:
     """torch draws its first seed by chance, and other tests of a process draw too: every test begins with the same."""
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """A monitor that a test dropped ends when it is collected. While it waits for a sampled step, all of the process
+    runs uncompiled: that must not be left to chance, and what is still left then is a leak."""
+    yield
+    compiled = sys.modules.get("attnwatch.hooks.compiled")
+    if compiled is not None and compiled.EagerStep.runs():
+        gc.collect()
+        assert not compiled.EagerStep.runs(), f"{item.nodeid} left a sampled step open"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected() -> Iterator[None]:
+    """What the tests of one file left to the garbage collector is not found alive by those of another."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
