@@ -8,10 +8,11 @@
     product     = factor { ("*" | "/") factor }
     factor      = "-" factor | number | name | function "(" condition { "," condition } ")" | "(" condition ")"
 
-Numbers and truths are float64 arrays `[L, H]` (layers x heads; an axis of length 1 stands for all). A comparison with
-NaN is unknown. Inside, a truth is 1, 0 or 0.5 for unknown: Kleene's `and or not` are then the minimum, the maximum
-and 1 - x. Arithmetic is IEEE's: 1 / 0 is infinite. Functions of a head's own past (history.py) take in one value each
-time the condition is evaluated, so every part is evaluated every time, also where the outcome is already clear.
+Numbers are float64 arrays `[L, H]` (layers x heads; an axis of length 1 stands for all). A comparison with NaN is
+unknown. Inside, a truth is 1, 0 or 0.5 for unknown, or bool where all is known: Kleene's `and or not` are then the
+minimum, the maximum and 1 - x. Arithmetic is IEEE's: 1 / 0 is infinite. Functions of a head's own past (history.py)
+take in one value each time the condition is evaluated, so every part is evaluated every time, also where the outcome
+is already clear.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import SequenceMatcher
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,8 @@ from attnwatch.monitor.state import State
 from attnwatch.monitor.tokens import COMPARISONS, Token, tokenize
 
 Values = Mapping[str, Array]
+Truth = NDArray[Any]
+"""bool, or float64 where anything is unknown."""
 
 # Text comes from files that others wrote: with MAX_LENGTH this keeps the recursion below a hundred or so Python frames.
 MAX_DEPTH = 20
@@ -83,7 +86,7 @@ _ARGUMENTS = {signature.split("(")[0]: signature.count(",") + 1 for signature in
 
 
 class _Node(NamedTuple):
-    run: Callable[[Values], Array]
+    run: Callable[[Values], NDArray[Any]]
     is_truth: bool
     column: int
 
@@ -96,9 +99,13 @@ class _Comparison:
         self._left, self._right = left.run, right.run
         self.sides = (np.empty((0, 0)), np.empty((0, 0)))
 
-    def __call__(self, values: Values) -> Array:
+    def __call__(self, values: Values) -> Truth:
         left, right = self.sides = (self._left(values), self._right(values))
-        return self._compare(left, right) + _UNKNOWN * (np.isnan(left) | np.isnan(right))
+        truth: Truth = self._compare(left, right)
+        no_left, no_right = np.isnan(left), np.isnan(right)
+        if np.count_nonzero(no_left) or np.count_nonzero(no_right):
+            truth = truth + _UNKNOWN * (no_left | no_right)
+        return truth
 
 
 class _Past:
@@ -127,15 +134,16 @@ class Condition:
         self._first = first
         self._pasts = pasts
 
-    def evaluate(self, values: Mapping[str, Array | float]) -> Array:
-        """Truth `[L, H]` (1, 0, NaN), one axis or both 1 where no name differs along it. values: at least `names`.
+    def evaluate(self, values: Values) -> Truth:
+        """Truth `[L, H]` (1, 0 or NaN; bool where all is known), an axis of length 1 where no name differs along it.
 
-        Call it once a sample, in order. Layers and heads may be added from call to call, at the end of their axis.
+        values: at least `names`, float64, an axis of length 1 for what is the same along it. Call it once a sample, in
+        order, within `np.errstate(all="ignore")`. Layers and heads may be added from call to call, at the end of their
+        axis.
         """
-        arrays = {name: _matrix(values[name]) for name in self.names}
-        with np.errstate(all="ignore"):
-            truth = self._run(arrays)
-        np.putmask(truth, truth == _UNKNOWN, np.nan)
+        truth = self._run(values)
+        if truth.dtype != bool:
+            np.putmask(truth, truth == _UNKNOWN, np.nan)
         return truth
 
     def distance(self) -> Array:
@@ -224,7 +232,7 @@ class _Parser:
         if not start:
             return self.comparison()
         run = self.truth(self._nested(self.denial)).run
-        return _Node(lambda values: 1.0 - run(values), True, start.column)
+        return _Node(lambda values: _denied(run(values)), True, start.column)
 
     def comparison(self) -> _Node:
         left = self.sum()
@@ -310,7 +318,7 @@ class _Parser:
             self._close(",")
             return self._remember(token, Window(_WINDOWS[name], self._length(2 if name == "slope" else 1)), x)
         if name == "finite":
-            return self._call(token, x, lambda x: np.isfinite(x).astype(np.float64))
+            return self._call(token, x, np.isfinite)
         function = _POINTWISE[name]
         if _ARGUMENTS[name] == 1:
             return self._call(token, x, function)
@@ -340,10 +348,8 @@ class _Parser:
         return int(self._tokens.pop(0).text)
 
 
-def _matrix(value: Array | float) -> Array:
-    if isinstance(value, np.ndarray):
-        return value if value.ndim == 2 and value.dtype == np.float64 else np.atleast_2d(value.astype(np.float64))
-    return np.array([[value]], dtype=np.float64)
+def _denied(truth: Truth) -> Truth:
+    return np.asarray(~truth if truth.dtype == bool else 1.0 - truth)
 
 
 def closest(name: str, names: Collection[str]) -> list[str]:

@@ -35,7 +35,9 @@ class Extreme:
         self._state: Array = np.empty((0, 0))
 
     def __call__(self, x: Array) -> Array:
-        self._state = self._pick(_grown(self._state, x), np.where(np.isfinite(x), x, np.nan))
+        finite = np.isfinite(x)
+        known = x if np.count_nonzero(finite) == x.size else np.where(finite, x, np.nan)
+        self._state = self._pick(_grown(self._state, x), known)
         return self._state
 
     def state(self) -> State:
@@ -54,56 +56,77 @@ class Window:
 
     def __init__(self, reduce: Callable[[Array], Array], n: int) -> None:
         self._reduce = reduce
-        self._ring: Array = np.empty((n, 0, 0))  # a head's i-th finite value is at i % n
-        self._count: NDArray[np.int64] = np.empty((0, 0), np.int64)  # finite values the head had so far
-        self._even = True  # whether all heads had as many
+        self._n = n
+        # A head's i-th finite value is at i % n, and again n further on: any n of them lie in one piece.
+        self._ring: Array = np.empty((2 * n, 0, 0))
+        self._counts: NDArray[np.int64] | int = 0  # finite values that each head had so far; a number: all of them
 
     def __call__(self, x: Array) -> Array:
-        if x.shape != self._count.shape:
-            self._ring, self._count = _grown(self._ring, x), _grown(self._count, x, 0)
-            self._level()
+        if x.shape != self._ring.shape[1:]:
+            self._grow(x)
         finite = np.isfinite(x)
-        if self._even and np.count_nonzero(finite) == x.size > 0:
-            return self._whole(x)
-        n, place = len(self._ring), (self._count % len(self._ring))[None]
-        np.put_along_axis(self._ring, place, np.where(finite, x, np.take_along_axis(self._ring, place, 0)[0])[None], 0)
-        self._count = self._count + finite
-        self._level()
-        oldest_first = (self._count + np.arange(n)[:, None, None]) % n
+        if isinstance(self._counts, int) and np.count_nonzero(finite) == x.size > 0:
+            return self._whole(x, self._counts)
+        n, counts = self._n, np.broadcast_to(self._counts, x.shape)
+        place = (counts % n)[None]
+        newest = np.where(finite, x, np.take_along_axis(self._ring, place, 0)[0])[None]
+        np.put_along_axis(self._ring, place, newest, 0)
+        np.put_along_axis(self._ring, place + n, newest, 0)
+        counts = counts + finite
+        self._counts = _level(counts)
+        oldest_first = counts % n + np.arange(n)[:, None, None]
         reduced = self._reduce(np.take_along_axis(self._ring, oldest_first, 0))
-        return np.where(finite & (self._count >= n), reduced, np.nan)
+        return np.where(finite & (counts >= n), reduced, np.nan)
 
-    def _whole(self, x: Array) -> Array:
+    def _whole(self, x: Array, count: int) -> Array:
         """The usual case, made fast: every head has a value, and all have theirs at the same place of the ring."""
-        n, count = len(self._ring), int(self._count[0, 0])
-        at = count % n
-        self._ring[at] = x
-        self._count += 1
+        n, at = self._n, count % self._n
+        self._ring[at] = self._ring[at + n] = x
+        self._counts = count + 1
         if count + 1 < n:
             return np.full(x.shape, np.nan)
-        return self._reduce(np.concatenate((self._ring[at + 1 :], self._ring[: at + 1])))
+        return self._reduce(self._ring[at + 1 : at + 1 + n])
 
-    def _level(self) -> None:
-        self._even = bool((self._count == self._count[:1, :1]).all())
+    def _grow(self, x: Array) -> None:
+        counts = np.broadcast_to(self._counts, self._ring.shape[1:])
+        self._ring, self._counts = _grown(self._ring, x), _level(_grown(counts, x, 0))
 
     def state(self) -> State:
-        return {"ring": freeze(self._ring), "count": freeze(self._count)}
+        counts = np.broadcast_to(self._counts, self._ring.shape[1:])
+        return {"ring": freeze(self._ring[: self._n]), "count": freeze(counts)}
 
     def restore(self, state: State) -> None:
-        ring, count = thaw(state["ring"]), thaw(state["count"])
-        if ring.shape != (len(self._ring), *count.shape):
+        ring, counts = thaw(state["ring"]), thaw(state["count"])
+        if ring.shape != (self._n, *counts.shape):
             raise ValueError(f"a window of shape {list(ring.shape)}")
-        self._ring, self._count = ring, count.astype(np.int64)
-        self._level()
+        self._ring, self._counts = np.concatenate((ring, ring)), _level(counts.astype(np.int64))
+
+
+def _level(counts: NDArray[np.int64]) -> NDArray[np.int64] | int:
+    """One number for all where they are equal."""
+    if counts.size == 0:
+        return 0
+    first = int(counts.flat[0])
+    return first if (counts == first).all() else counts
 
 
 def mean(window: Array) -> Array:
     return np.asarray(np.add.reduce(window, 0) / len(window))
 
 
+_SHORT = 8  # rows: whole rows are then compared faster than each head's are sorted
+
+
 def median(window: Array) -> Array:
-    middle = np.sort(window, 0)[(len(window) - 1) // 2 : len(window) // 2 + 1]
-    return np.asarray(middle.mean(0))
+    low, high = (len(window) - 1) // 2, len(window) // 2
+    if len(window) > _SHORT:
+        rows = list(np.partition(window, sorted({low, high}), 0))
+    else:  # neighbours change places until all are in order
+        rows = list(window)
+        for turn in range(len(rows)):
+            for i in range(turn % 2, len(rows) - 1, 2):
+                rows[i], rows[i + 1] = np.minimum(rows[i], rows[i + 1]), np.maximum(rows[i], rows[i + 1])
+    return np.array(rows[low] if low == high else (rows[low] + rows[high]) / 2)  # no view of the window
 
 
 def slope(window: Array) -> Array:

@@ -170,6 +170,7 @@ class Engine:
         self._rules, self._metrics = tuple(rules), tuple(metrics)
         of_a_head = [*(metric.name for metric in metrics), *LAYER_FACTS]
         self._watches = [Watch(rule, of_a_head, [*SAMPLE_FACTS, *SCALARS]) for rule in rules]
+        self._asked: dict[tuple[str, ...], list[Watch]] = {}  # by the scalars that a step passed
         self._heads = Heads(metrics)
         self._scalars: dict[str, float] = {}
         self._alerts: dict[tuple[str, str, int], Alert] = {}
@@ -193,9 +194,11 @@ class Engine:
     def on_scalars(self, step: int, scalars: Mapping[str, float]) -> tuple[Alert, ...]:
         """Takes in what a step passed: asks the rules that name scalars only, and one of these."""
         self._scalars |= scalars
-        passed = scalars.keys()
-        watches = [w for w in self._watches if w.scalars_only and not w.scalars.isdisjoint(passed)]
-        return self._ask(watches, step, {})
+        passed = tuple(scalars)
+        if passed not in self._asked:
+            of_scalars = (watch for watch in self._watches if watch.scalars_only)
+            self._asked[passed] = [watch for watch in of_scalars if not watch.scalars.isdisjoint(passed)]
+        return self._ask(self._asked[passed], step, {})
 
     @property
     def scalars(self) -> dict[str, float]:
@@ -239,10 +242,13 @@ class Engine:
             self._facts = known, _layer_facts(self._heads.layers, coverage) | _sample_facts(coverage)
         return self._facts[1]
 
+    def _scalar(self, name: str) -> Array:
+        return np.array([[self._scalars.get(name.removeprefix("scalar."), np.nan)]])
+
     def _ask(self, watches: Sequence[Watch], step: int, values: Mapping[str, Array]) -> tuple[Alert, ...]:
         changed = []
         for watch in watches:
-            known = {n: values[n] if n in values else self._scalars.get(_scalar(n), np.nan) for n in watch.names}
+            known = {n: values[n] if n in values else self._scalar(n) for n in watch.names}
             changed += watch.ask(step, known, self._heads)
         for alert in changed:
             key = (alert.rule, alert.place, alert.pending_step)
@@ -266,10 +272,6 @@ def _must_agree(kind: str, saved: Sequence[Mapping[str, object]], ours: Sequence
         f"expected a state of these {kind}, found one that differs in {', '.join(said[:8]) or 'their order'}; "
         "watch with those that it was saved with, or go on without it"
     )
-
-
-def _scalar(name: str) -> str:
-    return name.removeprefix("scalar.")
 
 
 def _layer_facts(layers: Sequence[str], coverage: Sequence[Coverage]) -> dict[str, Array]:

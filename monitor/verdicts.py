@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnwatch.monitor.alerts import Alert, Life, Wording, advance
+from attnwatch.monitor.conditions import Truth
 from attnwatch.monitor.history import Array, Heads
 from attnwatch.monitor.sample import SCALARS, UsageError
 from attnwatch.monitor.state import State, freeze_alert, thaw_alert
@@ -38,10 +39,19 @@ class _Tally(NamedTuple):
 
 
 def _tally(bad: NDArray[np.bool_], known: NDArray[np.bool_], rule: Rule) -> _Tally:
-    axes = _AXES[rule.scope]
-    count, of = bad.sum(axis=axes, keepdims=True), known.sum(axis=axes, keepdims=True)
+    count, of = _count(bad, rule.scope), _count(known, rule.scope)
     share = count / np.maximum(of, 1)
     return _Tally(bad, of, share, (count > 0) & (share >= rule.share))
+
+
+def _known(truth: Truth, exist: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    return exist if truth.dtype == bool else exist & ~np.isnan(truth)
+
+
+def _count(heads: NDArray[np.bool_], scope: str) -> NDArray[np.int64]:
+    if scope == "model":
+        return np.array([[np.count_nonzero(heads)]])
+    return np.asarray(heads.sum(axis=_AXES[scope], keepdims=True))
 
 
 class Watch:
@@ -70,15 +80,23 @@ class Watch:
         except UsageError as error:
             raise self.rule.wrong(key, str(error)) from None
 
-    def ask(self, step: int, values: Mapping[str, Array | float], heads: Heads) -> list[Alert]:
+    def ask(self, step: int, values: Mapping[str, Array], heads: Heads) -> list[Alert]:
         """Takes in one sample (or the scalars of one step); the alerts whose state changed."""
-        truths = {key: condition.evaluate(values) for key, condition in self._conditions.items()}
-        exist = heads.exist if self._per_head else _ONE
-        counting = exist if "unless" not in truths else exist & (truths["unless"] != 1)
-        bad = {key: (truths[key] == 1) & counting for key in ("when", "at_once") if key in truths}
-        if not self._lives and not any(np.count_nonzero(each) for each in bad.values()):
+        with np.errstate(all="ignore"):
+            truths = {key: condition.evaluate(values) for key, condition in self._conditions.items()}
+        met = {key: truth if truth.dtype == bool else truth == 1 for key, truth in truths.items()}
+        spared = met.pop("unless", None)
+        if not self._lives and not any(map(np.count_nonzero, met.values())):
             return []
-        tallies = {key: _tally(bad[key], ~np.isnan(truths[key]) & exist, self.rule) for key in bad}
+        exist = heads.exist if self._per_head else _ONE
+        counting = exist if spared is None else exist & ~spared
+        tallies = {
+            key: _tally(bad & counting, _known(truths[key], exist), self.rule)
+            for key, bad in met.items()
+            if key == "when" or np.count_nonzero(bad)
+        }
+        if not self._lives and not any(np.count_nonzero(tally.met) for tally in tallies.values()):
+            return []
         return self._judge(step, tallies["when"], tallies.get("at_once"), values, heads.layers)
 
     def _judge(
@@ -86,17 +104,15 @@ class Watch:
         step: int,
         when: _Tally,
         once: _Tally | None,
-        values: Mapping[str, Array | float],
+        values: Mapping[str, Array],
         layers: Sequence[str],
     ) -> list[Alert]:
-        none = np.zeros_like(when.bad)
-        once = once or _tally(none, none, self.rule)
-        # Per place, what carries its verdict: at_once where that is met, else when.
-        met, bad, share = (
-            when.met | once.met,
-            np.where(once.met, once.bad, when.bad),
-            np.where(once.met, once.share, when.share),
-        )
+        bad, known, share, met = when
+        decided, at_once = known > 0, np.zeros(met.shape, bool)
+        if once is not None:  # then it carries the verdict of the places where it is met
+            at_once = once.met
+            bad, share = np.where(at_once, once.bad, bad), np.where(at_once, once.share, share)
+            decided, met = decided | at_once, met | at_once
 
         def see(places: Sequence[_Place], pending_step: int) -> Alert:
             here = np.zeros_like(met)
@@ -106,18 +122,18 @@ class Watch:
 
         def see_beyond(places: Sequence[_Place], pending_step: int) -> Alert:
             summary = f"{len(places)} more places than the {_MOST_ALERTS} named one by one: {self.rule.when}"
-            share = len(places) / np.count_nonzero(when.known + once.known)
+            share = len(places) / np.count_nonzero(decided)
             return replace(see(places, pending_step), place="model", share=share, summary=summary)
 
         named, beyond = self._places(met)
         changed = []
         for place in named:
-            verdict = bool(met[place]) if when.known[place] or once.met[place] else None
-            changed += self._advance(place, verdict, step, bool(once.met[place]), partial(see, [place]))
+            verdict = bool(met[place]) if decided[place] else None
+            changed += self._advance(place, verdict, step, bool(at_once[place]), partial(see, [place]))
         if beyond or _BEYOND in self._lives:
-            verdict = bool(beyond) if (when.known.any() or once.met.any()) else None
-            at_once = any(once.met[place] for place in beyond)
-            changed += self._advance(_BEYOND, verdict, step, at_once, partial(see_beyond, beyond))
+            verdict = bool(beyond) if decided.any() else None
+            soon = any(at_once[place] for place in beyond)
+            changed += self._advance(_BEYOND, verdict, step, soon, partial(see_beyond, beyond))
         return changed
 
     def state(self) -> State:
@@ -139,8 +155,8 @@ class Watch:
     def _places(self, met: NDArray[np.bool_]) -> tuple[list[_Place], list[_Place]]:
         """Those with an alert or about to have one, and those met for which there is no room."""
         live = [place for place in self._lives if place != _BEYOND]
-        new = [(int(row), int(column)) for row, column in np.argwhere(met)]
-        new = [place for place in new if place not in self._lives]
+        rows, columns = met.nonzero()
+        new = [place for place in zip(rows.tolist(), columns.tolist(), strict=True) if place not in self._lives]
         room = _MOST_ALERTS - len(live)
         return sorted(live + new[:room]), new[room:]
 
@@ -162,7 +178,7 @@ class Watch:
         pending_step: int,
         share: float,
         bad: NDArray[np.bool_],
-        values: Mapping[str, Array | float],
+        values: Mapping[str, Array],
         layers: Sequence[str],
     ) -> Alert:
         """A pending alert with the evidence of now: the bad heads, those furthest past the first comparison first."""
