@@ -45,6 +45,8 @@ class Extreme:
 
     def restore(self, state: State) -> None:
         self._state = thaw(state)
+        if self._state.ndim != 2:
+            raise ValueError(f"an extreme of shape {list(self._state.shape)}")
 
 
 def first(state: Array, x: Array) -> Array:

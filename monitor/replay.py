@@ -1,8 +1,8 @@
 """Rules over stored runs: what would have fired when, and how that differs from what did.
 
 A replay feeds the engine as the monitor does: of a step first its sample, then its scalars. With the rules of the run
-it gives the very alerts that the run recorded. Where step numbers go back, as when a trainer counts from 0 in
-every epoch, the files no longer say what came between what: samples then come in order of step.
+it gives the very alerts that the run recorded. Where step numbers go back or come twice, as when a trainer
+counts from 0 in every epoch, the files no longer say what came between what: samples then come in order of step.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def replay(run: Run, rules: Sequence[Rule], look: Look | None = None) -> Replay:
     """
     try:
         engine = Engine(rules, run.metrics)
+        if run.resumed is not None and run.resumed.get("rules") == [asdict(rule) for rule in rules]:
+            engine = engine.resumed(run.resumed)
     except UsageError as error:
         raise UsageError(f"run {str(run.path)!r}: {error}") from None
-    if run.resumed is not None and run.resumed.get("rules") == [asdict(rule) for rule in rules]:
-        engine = engine.resumed(run.resumed)
     engines, judge = [engine], engine
     if measured.DIVERGENCE not in {rule.name for rule in rules}:
         judge = Engine([rule for rule in load_rules() if rule.name == measured.DIVERGENCE], run.metrics)

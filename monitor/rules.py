@@ -15,9 +15,10 @@ import numpy as np
 
 from attnwatch.monitor.alerts import SEVERITIES, Alert
 from attnwatch.monitor.conditions import Condition, closest, parse
+from attnwatch.monitor.events import alert_of
 from attnwatch.monitor.history import Array, Heads
 from attnwatch.monitor.sample import SCALARS, Coverage, Metric, Sample, UsageError, unproved
-from attnwatch.monitor.state import State, freeze_alert, freeze_numbers, thaw_alert, thaw_numbers
+from attnwatch.monitor.state import State, freeze_alert, freeze_numbers, thaw_numbers
 from attnwatch.monitor.verdicts import Watch
 
 SCOPES = ("head", "layer", "model")
@@ -225,13 +226,13 @@ class Engine:
                 _must_agree(kind, state[kind], fresh[kind])
             engine._heads.restore(state["heads"])
             engine._scalars = thaw_numbers(state["scalars"])
-            alerts = [thaw_alert(alert) for alert in state["alerts"]]
+            alerts = [alert_of(alert) for alert in state["alerts"]]
             engine._alerts = {(alert.rule, alert.place, alert.pending_step): alert for alert in alerts}
             for watch, remembered in zip(engine._watches, state["watches"], strict=True):
-                watch.restore(remembered)
+                watch.restore(remembered, engine._heads)
         except UsageError:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             found = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             raise UsageError(f"expected what state_dict() gave, found a state that cannot be read ({found})") from None
         return engine

@@ -45,13 +45,9 @@ def thaw_numbers(state: State) -> dict[str, float]:
 
 
 def freeze_alert(alert: Alert) -> State:
+    """What `events.alert_of` reads."""
     heads = [list(head) for head in alert.heads]
     return {**asdict(alert), "heads": heads, "values": freeze_numbers(alert.values)}
-
-
-def thaw_alert(state: State) -> Alert:
-    heads = tuple((str(layer), int(head)) for layer, head in state["heads"])
-    return Alert(**{**state, "heads": heads, "values": thaw_numbers(state["values"])})
 
 
 class Counts(NamedTuple):

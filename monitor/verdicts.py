@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from attnwatch.monitor.alerts import Alert, Life, Wording, advance
 from attnwatch.monitor.conditions import Truth
+from attnwatch.monitor.events import alert_of
 from attnwatch.monitor.history import Array, Heads
 from attnwatch.monitor.sample import SCALARS, UsageError
-from attnwatch.monitor.state import State, freeze_alert, thaw_alert
+from attnwatch.monitor.state import State, freeze_alert
 
 if TYPE_CHECKING:
     from attnwatch.monitor.rules import Rule
@@ -122,7 +123,7 @@ class Watch:
 
         def see_beyond(places: Sequence[_Place], pending_step: int) -> Alert:
             summary = f"{len(places)} more places than the {_MOST_ALERTS} named one by one: {self.rule.when}"
-            share = len(places) / np.count_nonzero(decided)
+            share = float(len(places) / np.count_nonzero(decided))  # numpy's count makes it a scalar of its own
             return replace(see(places, pending_step), place="model", share=share, summary=summary)
 
         named, beyond = self._places(met)
@@ -144,13 +145,16 @@ class Watch:
         ]
         return {"past": {key: condition.state() for key, condition in self._conditions.items()}, "lives": lives}
 
-    def restore(self, state: State) -> None:
-        """Raises KeyError, TypeError or ValueError for what is no state of this rule."""
+    def restore(self, state: State, heads: Heads) -> None:
+        """Raises KeyError, OverflowError, TypeError or ValueError for what is no state of this rule about `heads`."""
         for key, condition in self._conditions.items():
             condition.restore(state["past"][key])
+        rows, columns = (1 if axis in _AXES[self.rule.scope] else n for axis, n in enumerate(heads.exist.shape))
         for life in state["lives"]:
-            row, column = life["at"]
-            self._lives[int(row), int(column)] = Life(thaw_alert(life["alert"]), int(life["streak"]))
+            row, column = map(int, life["at"])
+            if (row, column) != _BEYOND and not (0 <= row < rows and 0 <= column < columns):
+                raise ValueError(f"an alert at {life['at']}")
+            self._lives[row, column] = Life(alert_of(life["alert"]), int(life["streak"]))
 
     def _places(self, met: NDArray[np.bool_]) -> tuple[list[_Place], list[_Place]]:
         """Those with an alert or about to have one, and those met for which there is no room."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -19,10 +20,12 @@ from benchmarks.detection.recipe import COLLAPSES, DIVERGES, HEALTHY, SPIKES, Re
 from benchmarks.detection.recipes import RECIPES
 from benchmarks.detection.replay import replay
 from benchmarks.detection.score import Case, by_rule, by_severity, interval, score
-from benchmarks.detection.study import Known, cases, known
+from benchmarks.detection.study import Known, cases, known, measures, with_references
+from benchmarks.detection.table import pages
 from benchmarks.detection.tasks import TASKS
 from benchmarks.detection.train import train
 from benchmarks.detection.truth import Truth, onset
+from tests.made_series import falling
 
 from attnwatch import open_run
 from attnwatch.monitor.alerts import Alert
@@ -242,3 +245,34 @@ def test_slopes_by_hand() -> None:
 
 def test_lines_are_rules_that_load() -> None:
     assert [type(predictor.rule(0.5)) for predictor in PREDICTORS] == [Rule] * len(PREDICTORS)
+
+
+@pytest.mark.parametrize(
+    ("when", "unless", "asked"),
+    [
+        ("entropy_ratio < 0.3 and scalar.tokens > 1", None, True), ("grad_norm > 3 * lowest(grad_norm)", None, True),
+        ("update_rank < 2", None, False), ("entropy_ratio < 0.3", "median(update_rank, 3) > 2", False),
+    ],
+)  # fmt: skip
+def test_no_rule_is_asked_about_what_a_run_did_not_measure(
+    when: str, unless: str | None, asked: bool, tmp_path: Path
+) -> None:
+    assert measures(falling(tmp_path / "run"), Rule("r", "info", when, unless)) is asked
+
+
+def test_a_recipe_comes_with_what_it_is_held_against() -> None:
+    chosen = [recipe for recipe in RECIPES if recipe.name in ("depth_4_seed_0", "sane_low")]
+    assert [recipe.name for recipe in with_references(chosen)] == ["depth_4_seed_0", "sane_low", "sane"]
+
+
+def test_a_page_of_few_runs(runs: list[Known]) -> None:
+    """As `--only` makes it: no run, one that is healthy, one that diverges."""
+    for some, said in (
+        ([], "No run of the held-out part is there."),
+        ([x for x in runs if x.recipe.name == "sane"], "Nothing came before a divergence."),
+        ([x for x in runs if x.recipe.name == "batch_4"], "Over 1 divergent runs "),
+    ):
+        figures, every = pages(some, [], load_rules())
+        assert said in figures
+        assert len([line for line in every.splitlines() if line.startswith("| `")]) == len(some)
+        assert not {"| nan", "| -inf", "| inf"} & {cell.rstrip() for cell in re.findall(r"\| [^|]*", figures + every)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -151,3 +152,16 @@ def test_replaying_starts_without_torch(runs: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stderr == "0 False\n"
+
+
+@pytest.mark.parametrize("more", [[], ["--sweep", "spread_ratio=3:8:2"], ["--json"]], ids=str)
+def test_a_reader_that_has_seen_enough_is_no_failure(more: list[str], runs: list[str]) -> None:
+    """`attnwatch replay RUN | head -1`: 1 would say that an alert fired."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "attnwatch", "replay", *runs, *more]
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")

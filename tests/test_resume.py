@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -63,9 +64,12 @@ def series(seed: int, length: int = 24) -> list[Event]:
     return events
 
 
-def through_json(state: dict[str, Any]) -> dict[str, Any]:
-    """Strict JSON: no NaN, no infinity."""
-    made: dict[str, Any] = json.loads(json.dumps(state, allow_nan=False))
+def through_files(state: dict[str, Any]) -> dict[str, Any]:
+    """Strict JSON: no NaN, no infinity. And a checkpoint that torch loads as it does by default: plain types only."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    made: dict[str, Any] = json.loads(json.dumps(torch.load(file, weights_only=True), allow_nan=False))
     return made
 
 
@@ -80,7 +84,7 @@ def test_an_engine_goes_on_from_every_point_as_if_nothing_had_happened(seed: int
     whole = Engine(RULES, METRICS)
     changed, states = [], []
     for event in events:
-        states.append(through_json(whole.state_dict()))
+        states.append(through_files(whole.state_dict()))
         changed.append(event(whole))
     assert sum(map(len, changed)) > 20
     for split, state in enumerate(states):
@@ -107,7 +111,7 @@ def test_the_cap_on_alerts_survives() -> None:
     engine = Engine(rules, METRICS)
     bad = sample(0, layers=20, logit_max=200.0)
     assert [len(engine.on_sample(bad, (), {})) for _ in range(2)] == [65, 65]
-    other = Engine(rules, METRICS).resumed(through_json(engine.state_dict()))
+    other = Engine(rules, METRICS).resumed(through_files(engine.state_dict()))
     assert len(other.alerts) == 65
     assert other.on_sample(bad, (), {}) == ()
     assert len(other.on_sample(sample(1, layers=20), (), {})) == 65
@@ -119,7 +123,7 @@ def test_a_held_spectrum_survives() -> None:
     engine = Engine(rules, METRICS)
     for step, heads in ((-1, {}), (0, COLLAPSED)):
         engine.on_sample(sample(step, **heads), covered(), {})
-    engine = Engine(rules, METRICS).resumed(through_json(engine.state_dict()))
+    engine = Engine(rules, METRICS).resumed(through_files(engine.state_dict()))
     later = COLLAPSED | {"qk_rank_ratio": float("nan")}
     assert engine.on_sample(sample(1, **later), covered(), {}) == ()
     assert [each.state for each in engine.on_sample(sample(2, **later), covered(), {})] == ["firing"]
@@ -164,10 +168,32 @@ def test_arrays_of_the_wrong_shape_are_refused() -> None:
     engine = Engine(RULES, METRICS)
     for event in series(0, 4):
         event(engine)
-    state = through_json(engine.state_dict())
+    state = through_files(engine.state_dict())
     state["heads"]["layers"].append("another")
     with pytest.raises(UsageError, match="found a state that cannot be read"):
         Engine(RULES, METRICS).resumed(state)
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"), [
+        ("at", [0, 5]), ("at", [-2, 0]), ("at", [10**30, 0]), ("at", []), ("pending_step", [1]),
+        ("pending_step", 2**70), ("place", {}), ("rule", None), ("shape", None),
+    ],
+)  # fmt: skip
+def test_what_the_next_sample_would_stumble_over_is_refused(key: str, wrong: object) -> None:
+    """An alert at a head that no layer has, or with fields of other types; a lowest value of no shape."""
+    rules = [Rule("r", "info", "logit_max > lowest(logit_max)", scope="head", share=0, hold=9)]
+    engine = Engine(rules, METRICS)
+    for step in range(2):
+        engine.on_sample(sample(step, logit_max=2.0 + step), covered(), {})
+    state = through_files(engine.state_dict())
+    (watch,) = state["watches"]
+    life = watch["lives"][0]
+    for part in (life, life["alert"], watch["past"]["when"][0]):
+        if key in part:
+            part[key] = wrong
+    with pytest.raises(UsageError, match="found a state that cannot be read"):
+        Engine(rules, METRICS).resumed(state)
 
 
 # --- the monitor ------------------------------------------------------------------------------------------------------
@@ -244,7 +270,7 @@ def test_nothing_is_told_again(tmp_path: Path) -> None:
     training = Training()
     with training.watch(tmp_path / "first") as monitor:
         training.steps(monitor, 0, 12)
-        state = through_json(monitor.state_dict())
+        state = through_files(monitor.state_dict())
     firing = [each for each in monitor.alerts if each.state == "firing"]
     assert firing
 

@@ -42,7 +42,7 @@ def test_first_crossings_worked_out(tmp_path: Path) -> None:
     silent = {each.name: each.measured for each in found if each.step is None}
     assert silent == dict.fromkeys(
         ("logit_max_100", "logit_max_1e3", "logit_max_1e4", "map_rank"), True
-    ) | dict.fromkeys(("qk_energy_top10", "layer_directions_90"), False)
+    ) | dict.fromkeys(("qk_energy_top10", "layer_directions_90", "update_rank"), False)
 
 
 def test_what_was_never_finite_is_not_measured(tmp_path: Path) -> None:

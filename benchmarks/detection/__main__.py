@@ -11,7 +11,7 @@ from benchmarks.detection import sampling
 from benchmarks.detection.held_out import HELD_OUT
 from benchmarks.detection.recipes import RECIPES
 from benchmarks.detection.run import make
-from benchmarks.detection.study import known
+from benchmarks.detection.study import known, with_references
 from benchmarks.detection.table import pages
 from rich.console import Console
 
@@ -24,7 +24,9 @@ def main() -> None:
     )
     parser.add_argument("command", choices=("run", "table"))
     parser.add_argument("--runs", type=Path, default=Path("runs/detection"), help="where the runs are kept")
-    parser.add_argument("--only", default="*", metavar="GLOB", help="recipes by name, such as 'norm_*'")
+    parser.add_argument(
+        "--only", default="*", metavar="GLOB", help="recipes by name, such as 'norm_*'; with their references"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="run: so many at once")
     parser.add_argument("--rules", type=Path, help="table: a file of rules instead of the default ones")
     parser.add_argument(
@@ -40,7 +42,7 @@ def main() -> None:
     )
     console = Console(stderr=True)
     if options.command == "run":
-        make([*chosen, *sampled], options.runs, options.jobs, console)
+        make([*with_references(chosen), *sampled], options.runs, options.jobs, console)
     else:
         runs = known(chosen, options.runs)
         figures, every = pages(runs, sampling.groups(options.runs), load_rules(options.rules))

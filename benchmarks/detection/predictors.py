@@ -68,7 +68,8 @@ PREDICTORS = (
 def candidates(reaches: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     """Lines worth trying: two significant digits over the range that the runs show."""
     ends = np.array([x for reach in reaches for x in reach[np.isfinite(reach)][-1:]])
-    return np.unique([float(f"{x:.2g}") for x in np.quantile(ends, np.linspace(0, 1, 201))])
+    tried = np.quantile(ends, np.linspace(0, 1, 201)) if len(ends) else ends
+    return np.unique([float(f"{x:.2g}") for x in tried])
 
 
 def crossing(predictor: Predictor, reach: NDArray[np.float64], line: float) -> int | None:

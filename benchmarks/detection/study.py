@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from benchmarks.detection.held_out import HELD_OUT
 from benchmarks.detection.predictors import PREDICTORS, Predictor, candidates, crossing
 from benchmarks.detection.recipe import COLLAPSE, SOUND, Recipe
+from benchmarks.detection.recipes import RECIPES
 from benchmarks.detection.replay import divergence, replay
 from benchmarks.detection.run import stored
 from benchmarks.detection.score import Case
 from benchmarks.detection.truth import Truth, find, rise
 from numpy.typing import NDArray
 
+from attnwatch.hooks.layers import METRICS
 from attnwatch.monitor.predictors import predictors
 from attnwatch.monitor.rules import Rule
 from attnwatch.monitor.run import Run
@@ -34,7 +37,7 @@ class Known(NamedTuple):
 
 def known(recipes: Sequence[Recipe], runs: Path) -> list[Known]:
     """The recipes that were run, with what became of them; those whose reference was not run are left out."""
-    found = {recipe.name: stored(recipe, runs) for recipe in recipes}
+    found = {recipe.name: stored(recipe, runs) for recipe in with_references(recipes)}
     result = []
     for recipe in recipes:
         run, reference = found[recipe.name], found.get(recipe.reference)
@@ -43,15 +46,31 @@ def known(recipes: Sequence[Recipe], runs: Path) -> list[Known]:
     return result
 
 
+def with_references(recipes: Sequence[Recipe]) -> list[Recipe]:
+    """Those, and the healthy ones that they are held against."""
+    named = {recipe.name: recipe for recipe in (*RECIPES, *HELD_OUT, *recipes)}
+    wanted = [*(recipe.name for recipe in recipes), *(recipe.reference for recipe in recipes if recipe.reference)]
+    return [named[name] for name in dict.fromkeys(wanted)]
+
+
 def cases(runs: Iterable[Known], rules: Sequence[Rule], thin: int = 1) -> list[Case]:
-    return [Case(x.recipe, x.truth, replay(x.run, divergence(rules, rise(x.recipe)), thin)) for x in runs]
+    """Rules about what a run did not measure are not asked of it."""
+    asked = ((x, [rule for rule in rules if measures(x.run, rule)]) for x in runs)
+    return [Case(x.recipe, x.truth, replay(x.run, divergence(some, rise(x.recipe)), thin)) for x, some in asked]
+
+
+def measures(run: Run, rule: Rule) -> bool:
+    """Whether a run has the metrics that a rule names: some were added when most runs were there."""
+    missing = {name for name, *_ in METRICS} - {metric.name for metric in run.metrics}
+    return all(missing.isdisjoint(condition.names) for condition in rule.conditions(None).values())
 
 
 def lines(runs: Sequence[Known]) -> list[Rule]:
     """A rule for each single number: with the line that attnwatch ships, and with the best one on the tuning part."""
     shipped = [replace(rule, name=f"shipped.{rule.name}") for rule in predictors()]
     tuning = [x for x in runs if x.recipe.part == "tuning"]
-    return [*shipped, *(predictor.rule(best_line(predictor, tuning)) for predictor in PREDICTORS)]
+    best = ((predictor, best_line(predictor, tuning)) for predictor in PREDICTORS)
+    return [*shipped, *(predictor.rule(line) for predictor, line in best if line is not None)]
 
 
 def swept(rules: Sequence[Rule]) -> list[tuple[Rule, str, float]]:
@@ -77,8 +96,9 @@ def ablated(rules: Sequence[Rule]) -> list[tuple[Rule, str]]:
     return made
 
 
-def best_line(predictor: Predictor, runs: Sequence[Known]) -> float:
-    """The line with the highest rate of detection less rate of false alarm, then with the longest median lead."""
+def best_line(predictor: Predictor, runs: Sequence[Known]) -> float | None:
+    """The line with the highest rate of detection less rate of false alarm, then with the longest median lead; None
+    where no run says anything of it."""
     positive = [x for x in runs if x.truth.label in COLLAPSE and not x.recipe.abrupt]
     sound = [x for x in runs if x.truth.label in SOUND]
     reaches = {x.recipe.name: _until_failure(x, predictor.reach(x.run)) for x in positive + sound}
@@ -90,7 +110,7 @@ def best_line(predictor: Predictor, runs: Sequence[Known]) -> float:
         youden = len(found) / max(len(positive), 1) - wolf / max(len(sound), 1)
         return round(youden, 9), float(np.median(leads)) if leads else 0.0
 
-    return float(max(candidates(list(reaches.values())), key=merit))
+    return max(candidates(list(reaches.values())).tolist(), key=merit, default=None)
 
 
 def _until_failure(x: Known, reach: NDArray[np.float64]) -> NDArray[np.float64]:

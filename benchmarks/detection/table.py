@@ -13,7 +13,7 @@ from benchmarks.detection import sampling
 from benchmarks.detection.markdown import SCORE_HEAD, middle, rate, score_row, table
 from benchmarks.detection.recipe import COLLAPSE, OTHER, SOUND, Recipe
 from benchmarks.detection.score import Case, Score, by_rule, by_severity, score
-from benchmarks.detection.study import PARTS, Known, ablated, cases, lines, swept
+from benchmarks.detection.study import PARTS, Known, ablated, cases, lines, measures, swept
 from benchmarks.detection.truth import IMPAIRED
 
 import attnwatch
@@ -31,10 +31,13 @@ BY_PART = tuple(f"{part}: found, median lead, false alarms" for part in PARTS)
 
 def pages(runs: Sequence[Known], sampled: Sequence[tuple[Recipe, list[Run]]], rules: Sequence[Rule]) -> tuple[str, str]:
     """The figures and the list of all runs. sampled: as `sampling.groups` gives them."""
-    chosen = lines(runs)
+    single = lines(runs)
+    chosen = [rule for rule in single if all(measures(x.run, rule) for x in runs)]
+    late = [rule for rule in single if rule not in chosen]
     collapse = [rule for rule in rules if rule.name in COLLAPSE_RULES]
     tried = [*(rule for rule, *_ in swept(collapse)), *(rule for rule, _ in ablated(collapse))]
-    all_cases = cases(runs, [*rules, *chosen, *tried])
+    all_cases = cases(runs, [*rules, *single, *tried])
+    later = [case for case, x in zip(all_cases, runs, strict=True) if all(measures(x.run, rule) for rule in late)]
     parts = [
         "# Detection: what the rules find, how early, and how often they cry wolf",
         "Written by `python -m benchmarks.detection table` from the runs of `python -m benchmarks.detection run`, "
@@ -61,6 +64,7 @@ def pages(runs: Sequence[Known], sampled: Sequence[tuple[Recipe, list[Run]]], ru
         *(_section(part, all_cases, _line_wanted(chosen)) for part in PARTS),
         "## Which comes first, which cries wolf",
         _order(all_cases, chosen),
+        *(("### What a step changes", LATE_TEXT, _order(later, [*chosen, *late])) if late and later else ()),
         "## Rates raised at once",
         JUMPS_TEXT,
         _jumps(all_cases),
@@ -137,6 +141,10 @@ on the tuning part (rate of detection less rate of false alarm, then the longest
 OTHERS_TEXT = """\
 Runs with structure that lost it without a sparse collapse. `sinks_lost` is information and no alarm: healthy runs
 unlearn sinks too, as its false alarms here show."""
+
+LATE_TEXT = """\
+The same of the runs that measured the spectrum of a step's first-order change, `update_rank`: all of the held-out part
+and some of the others. Its line was chosen last, with all of them in sight, so its figures flatter."""
 
 JUMPS_TEXT = """\
 Runs whose rate was raised five times or more from one step to the next. Attention and loss fail together here, within
@@ -254,6 +262,8 @@ def _order(all_cases: Sequence[Case], chosen: Sequence[Rule]) -> str:
         best = max((lead for lead in leads.values() if lead is not None), default=None)
         first.update(name for name, lead in leads.items() if lead is not None and lead == best)
     scores = {name: score(here, wanted) for name, wanted in rows.items()}
+    if not any(x.leads for x in scores.values()):
+        return "Nothing came before a divergence."
     middle = {name: float(np.median(x.leads)) if x.leads else -np.inf for name, x in scores.items()}
     order = sorted(rows, key=lambda name: -middle[name])
     calm = next((name for name in order if scores[name].wolf == 0), None)
@@ -267,7 +277,13 @@ def _order(all_cases: Sequence[Case], chosen: Sequence[Rule]) -> str:
     ordered = table(
         ("", "median lead", "first in", "found", "false alarms"),
         (
-            (name, f"{middle[name]:.0f}", str(first[name]), f"{x.found} of {x.positives}", f"{x.wolf} of {x.healthy}")
+            (
+                name,
+                f"{middle[name]:.0f}" if x.leads else "",
+                str(first[name]),
+                f"{x.found} of {x.positives}",
+                f"{x.wolf} of {x.healthy}",
+            )
             for name in order
             for x in [scores[name]]
         ),

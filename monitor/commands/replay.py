@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from attnwatch.monitor.commands.runs import open_all, progress, tell_unreadable
+from attnwatch.monitor.commands.runs import open_all, printer, progress, tell_unreadable
 
 
 def add(commands: Any) -> None:
@@ -29,8 +28,6 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from attnwatch.monitor.replay import changes, replay, rules_of
     from attnwatch.monitor.rules import load_rules, of_file
     from attnwatch.monitor.sweep import parse_sweep, run_sweep
@@ -42,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     runs = open_all(options.runs)
     for each in runs:
         tell_unreadable(each)
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
+    console = printer()
     if sweep is not None:
         with progress(runs) as look, of_file(options.rules):
             points = run_sweep(runs, lambda each: given or rules_of(each), sweep, look)

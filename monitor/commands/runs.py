@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from attnwatch.monitor.run import Run
 
 MOST_NAMED = 8
@@ -31,6 +33,18 @@ def tell_unreadable(run: Run) -> None:
         print(f"attnwatch: {run.path.name}: {problem.where}: {problem.text}", file=sys.stderr)
     if len(run.unreadable) > MOST_NAMED:
         print(f"attnwatch: {run.path.name}: and {len(run.unreadable) - MOST_NAMED} more like these", file=sys.stderr)
+
+
+def printer() -> Console:
+    """For tables on stdout. A reader that has seen enough (`head`) is no failure: cli.py hears of it, not rich, which
+    would exit with 1."""
+    from rich.console import Console
+
+    class Printer(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Printer(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 
 
 @contextmanager
