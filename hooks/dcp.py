@@ -107,10 +107,10 @@ def _entries(path: Path, metadata: Metadata) -> tuple[dict[str, Entry], list[Pat
     entries = {}
     for name, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
-            dtype = stored.properties.dtype
-            if prod(stored.size) * dtype.itemsize > held.get(name, 0):
-                raise ValueError(f"{name!r} of shape {list(stored.size)} in {held.get(name, 0):,} bytes")
-            entries[str(name)] = Entry(tuple(stored.size), str(dtype).removeprefix("torch."))
+            dtype, shape = stored.properties.dtype, torch.Size(stored.size)  # which takes whole numbers only
+            if min(shape, default=0) < 0 or prod(shape) * dtype.itemsize > held.get(name, 0):
+                raise ValueError(f"{name!r} of shape {list(shape)} in {held.get(name, 0):,} bytes")
+            entries[str(name)] = Entry(tuple(shape), str(dtype).removeprefix("torch."))
     return entries, [path / name for name in sorted(sizes)]
 
 

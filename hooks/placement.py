@@ -264,7 +264,7 @@ class _Placer:
         gains, note = self._gains(heads, kv_heads, d)
         q, k = parts
         scale = d**-0.5 if self._facts.scale is None else self._facts.scale
-        text = f"placed by name and shape: {names}; heads from {self._facts.heads_from}{note}"
+        text = f"placed by name and shape, not proved: {names}; heads from {self._facts.heads_from}{note}"
         dtype = self._tensors[q.name].dtype
         return Placed(self._group.layer, q, k, heads, kv_heads, d, dtype, scale, gains, text)
 

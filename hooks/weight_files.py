@@ -7,6 +7,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,9 @@ _DTYPES = {
 }  # fmt: skip
 
 
+_POINTER = b"version https://git-lfs"
+
+
 class Entry(NamedTuple):
     """What is known of a tensor that was not read. dtype: torch's name ("float16"), the file's own, or "meta" for one
     that was saved without its numbers."""
@@ -39,6 +43,9 @@ class Entry(NamedTuple):
 
 def open_file(path: Path) -> tuple[dict[str, Entry], Callable[[Sequence[str]], dict[str, Tensor]]]:
     """Its tensors, and how to read some of them. Raises ValueError, one line."""
+    with suppress(OSError), open(path, "rb") as file:  # which the readers name better
+        if file.read(len(_POINTER)) == _POINTER:
+            raise ValueError(f"expected weights in {str(path)!r}, found a pointer of Git LFS to them; git lfs pull")
     return _open_safetensors(path) if KINDS[path.suffix.lower()] == "safetensors" else _open_torch(path)
 
 

@@ -48,7 +48,7 @@ def table(run: Run, what: str) -> Table:
 
 
 def write_csv(content: Table, file: IO[str]) -> None:
-    """What is not known is an empty field."""
+    """What is not known is an empty field, infinity is `inf`."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(content.kinds)
     for part in content.parts:
@@ -56,10 +56,11 @@ def write_csv(content: Table, file: IO[str]) -> None:
 
 
 def write_json(content: Table, file: IO[str]) -> None:
-    """One object a line; what is not known is null."""
+    """One object a line; what is not known is null, and so is infinity, which JSON has not."""
     for part in content.parts:
         for row in _rows(part, content.kinds):
-            file.write(json.dumps(dict(zip(content.kinds, row, strict=True)), allow_nan=False) + "\n")
+            cells = [None if isinstance(cell, float) and math.isinf(cell) else cell for cell in row]
+            file.write(json.dumps(dict(zip(content.kinds, cells, strict=True)), allow_nan=False) + "\n")
 
 
 def write_parquet(content: Table, path: str) -> None:
@@ -86,10 +87,10 @@ def write_parquet(content: Table, path: str) -> None:
 
 
 def _rows(part: Columns, names: dict[str, str]) -> Iterator[list[Any]]:
-    """Plain Python cells, None for what is not finite or not known."""
+    """Plain Python cells, None for what is not known."""
     columns = [column.tolist() if isinstance(column := part[name], np.ndarray) else column for name in names]
     for row in zip(*columns, strict=True):
-        yield [None if isinstance(cell, float) and not math.isfinite(cell) else cell for cell in row]
+        yield [None if isinstance(cell, float) and math.isnan(cell) else cell for cell in row]
 
 
 def _samples(sample: Sample) -> Columns:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from attnwatch.monitor.sample import Coverage, Metric, Problem, Sample, UsageErr
 
 FORMAT = 1
 HEADER, SAMPLES, SCALARS, EVENTS = "run.json", "samples", "scalars.jsonl", "events.jsonl"
-LOWEST, HIGHEST, THINNED = "lowest", "highest", "thinned"
+LOWEST, HIGHEST, THINNED, CHECKPOINTS = "lowest", "highest", "thinned", "checkpoints"
 _SEGMENT_NAME = re.compile(r"rank00000-(\d{6,})\.awlog")
 
 
@@ -169,7 +170,11 @@ class Run:
         """What a notebook shows."""
         steps = f"steps {self.steps[0]} to {self.steps[-1]}, " if len(self.steps) else ""
         now = f"{len(self.steps)} samples, {steps}{'ended' if self.ended else 'not ended'}, in {self.path}"
-        return card("attnwatch run", now, self.coverage, self.alerts, self.last, self.problems)
+        layers = self.coverage
+        if self.header.get("source") == CHECKPOINTS:  # of saved weights, that were found and not verified
+            layers = tuple(replace(each, state=each.state.replace("verified", "placed")) for each in layers)
+            now = f"saved weights, placed by name and shape: nothing was run; {now}"
+        return card("attnwatch run", now, layers, self.alerts, self.last, self.problems)
 
     def _sample(self, index: int) -> Sample:
         segment = self._segments[self._segment_of[index]]

@@ -30,8 +30,9 @@ from attnwatch.hooks.spectrum import LAYER_INPUT, LAYER_WIDTH, SPECTRUM, spectru
 from attnwatch.monitor.alerts import Alert
 from attnwatch.monitor.options import choose_rules, header
 from attnwatch.monitor.rules import Engine, Rule, load_rules, of_file
+from attnwatch.monitor.run import CHECKPOINTS
 from attnwatch.monitor.sample import Coverage, Metric, Problem, Sample, UsageError
-from attnwatch.monitor.scan_record import SOURCE, Record
+from attnwatch.monitor.scan_record import Record
 from attnwatch.monitor.steps import Step
 
 WORKERS = 2
@@ -176,7 +177,7 @@ def _open(step: Step, options: Options) -> _Opened:
             f"({names or 'none'}); give a checkpoint of a transformer"
         )
     if not placed:
-        first, more = unplaced[0], f" (and {len(unplaced) - 1} more layers)" if len(unplaced) > 1 else ""
+        first, more = unplaced[0], f" (and {len(unplaced) - 1} more)" if len(unplaced) > 1 else ""
         raise UsageError(
             f"expected weights that can be placed in {str(step.path)!r}, found {first.layer}{more}: {first.note}"
         )
@@ -187,7 +188,7 @@ def _header(opened: Sequence[_Opened], options: Options, rules: Sequence[Rule]) 
     first = opened[0]
     names = {name for layer in first.placed for name in (layer.q.name, layer.k.name)}
     facts = {
-        "source": SOURCE,
+        "source": CHECKPOINTS,
         "model": str(first.checkpoint.config.get("model_type") or first.checkpoint.path.name),
         "parameters": sum(int(np.prod(first.checkpoint.tensors[name].shape)) for name in names),
         "checkpoints": [
@@ -300,7 +301,8 @@ def _bound(layer: Placed, gain_q: Tensor, gain_k: Tensor) -> Tensor:
 
 
 def _coverage(opened: _Opened) -> tuple[Coverage, ...]:
-    """A placed layer counts as verified, as rules keep the spectra of such layers only; its note says how far."""
+    """A placed layer is stored as verified: of the three states only that one keeps a spectrum, here and in a replay.
+    Its note and the run's source say that nothing was proved, and whoever shows it calls it placed."""
     placed = [
         Coverage(x.layer, "verified", x.heads, x.kv_heads, x.head_dim, x.qk_norm, x.note, x.dtype)
         for x in opened.placed

@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 
 from attnwatch.monitor.alerts import Alert
 from attnwatch.monitor.records import ordinary
-from attnwatch.monitor.run import EVENTS, HEADER, SAMPLES, SCALARS
+from attnwatch.monitor.run import CHECKPOINTS, EVENTS, HEADER, SAMPLES, SCALARS
 from attnwatch.monitor.sample import Coverage, Problem, Sample, UsageError
 from attnwatch.monitor.store import RunWriter
 
 JOURNAL = "scan.jsonl"
-SOURCE = "checkpoints"
-"""In run.json under "source": that these are weights, of which no entropy is known."""
 
 
 class Record:
@@ -89,7 +87,7 @@ def _take_over(path: Path, rows: int) -> Iterator[tuple[str, NDArray[np.float32]
             source = json.loads((path / HEADER).read_bytes()).get("source")
         except (OSError, ValueError, AttributeError):
             source = None
-        if source != SOURCE:
+        if source != CHECKPOINTS:
             raise UsageError(f"expected a new directory or an earlier scan at {str(path)!r}, found another run")
     content = (path / JOURNAL).read_bytes()
     whole = content[: content.rfind(b"\n") + 1]

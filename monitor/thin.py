@@ -97,7 +97,9 @@ def _groups(run: Run, every: int, around: int) -> Iterator[list[Sample]]:
 def _write(run: Run, path: Path, every: int, around: int) -> Thinned:
     count = len(run.steps)
     described = {name: value for name, value in run.header.items() if name not in ("format", "layouts")}
-    described[THINNED] = {"every": every, "around": around, "samples": count}
+    described[THINNED] = {
+        "every": every, "around": around, "samples": count, "seconds": float(np.nansum(run.seconds)),
+    }  # fmt: skip
     left = 0
     with ExitStack() as stack:
         samples, lowest, highest = (

@@ -42,12 +42,19 @@ def scalar_scale(runs: Iterable[Run], name: str, start: float, end: float) -> Sc
 def running_mean(values: Floats, width: int = SMOOTH) -> Floats:
     """Mean of the last `width` values, of all there are before that; NaN while one of them is not finite."""
     known = np.isfinite(values)
-    total = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    holes = np.concatenate([[0], np.cumsum(~known)])
-    ends = np.arange(1, len(values) + 1)
-    begins = np.maximum(ends - width, 0)
-    mean: Floats = (total[ends] - total[begins]) / (ends - begins)
-    return np.where(holes[ends] > holes[begins], np.nan, mean)
+    mean: Floats = _sums(np.where(known, values, 0.0), width) / np.minimum(np.arange(1, len(values) + 1), width)
+    return np.where(_sums((~known).astype(np.float64), width) > 0, np.nan, mean)
+
+
+def _sums(values: Floats, width: int) -> Floats:
+    """Sum of the last `width` values. Nothing is taken away again: after a spike of 1e20 nothing would be left."""
+    count = len(values)
+    blocks = np.pad(values, (0, -count % width)).reshape(-1, width)
+    upto = np.cumsum(blocks, axis=1).ravel()[:count]  # from the beginning of each one's block
+    since = np.cumsum(blocks[:, ::-1], axis=1)[:, ::-1].ravel()  # to the end of it
+    begins = np.arange(count) - width + 1
+    spans_two = (begins > 0) & (begins % width > 0)
+    return upto + np.where(spans_two, since[np.maximum(begins, 0)], 0.0)
 
 
 def smooth(values: Floats, points: int) -> Floats:

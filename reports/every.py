@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
 
+from attnwatch.monitor.sample import UsageError
 from attnwatch.reports import facts, heads
 from attnwatch.reports.heads import HeatMaps
 from attnwatch.reports.known import forgotten, held
-from attnwatch.reports.panels import Detail, Reduced, healthy_band, panel, reduce, thresholds, value_scale
+from attnwatch.reports.panels import Bounds, Detail, Reduced, healthy_band, panel, reduce, thresholds, value_scale
 from attnwatch.reports.words import GROUPS, READING
 
 if TYPE_CHECKING:
@@ -84,10 +86,18 @@ def _read(run: Run, detail: Detail, at: Mapping[str, Any]) -> dict[str, Found]:
     gone, found = forgotten(run), {}
     for metric in run.metrics:
         values = run.metric(metric.name)
-        reduced = reduce(run.steps, values, metric, detail)
+        reduced = reduce(run.steps, values, metric, detail, _bounds(run, metric.name))
         rows = at[metric.name]
         found[metric.name] = Found(reduced, held(values, gone, rows) if metric.merge == "last" else values[rows])
     return found
+
+
+def _bounds(run: Run, name: str) -> Bounds | None:
+    """What a thinned run knows of the samples that were left out; None where they lie no more beside it."""
+    if run.is_thinned:
+        with suppress(UsageError):
+            return run.envelope(name)
+    return None
 
 
 def _maps(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from attnwatch.monitor.outputs.log import one_line
+from attnwatch.monitor.run import CHECKPOINTS, THINNED
 from attnwatch.reports.charts import copyable
 from attnwatch.reports.known import proofs
 
@@ -16,8 +20,6 @@ if TYPE_CHECKING:
     from attnwatch.monitor.sample import Coverage
 
 UNKNOWN = "unknown"
-CHECKPOINTS = "checkpoints"
-"""The header's `source` of a run that was read from saved weights."""
 LONGEST, LONGEST_RULE = 200, 2000
 """Characters of a fact, and of a part of a rule."""
 MOST = 200
@@ -61,6 +63,25 @@ def git(found: object) -> str:
     if not isinstance(found, Mapping) or not isinstance(found.get("revision"), str):
         return "not recorded"
     return text(found["revision"]) + (", with changes that were not committed" if found.get("dirty") is True else "")
+
+
+class Cost(NamedTuple):
+    """samples, seconds: of all that were taken, also of those that were thinned out. share: of the time from the first
+    to the last one, in which the first itself was taken no more; NaN while unknown."""
+
+    samples: int
+    seconds: float
+    share: float
+
+
+def cost(run: Run) -> Cost:
+    samples, seconds = len(run.steps), float(np.nansum(run.seconds))
+    match run.header.get(THINNED):
+        case {"samples": int(before), "seconds": float(all_of_them)} if math.isfinite(all_of_them):
+            samples, seconds = before, all_of_them
+    timed = len(run.times) > 1 and not from_checkpoints(run)  # those have the times of their files
+    lasted = float(run.times[-1] - run.times[0]) if timed else 0.0
+    return Cost(samples, seconds, (seconds - float(np.nansum(run.seconds[:1]))) / lasted if lasted > 0 else math.nan)
 
 
 def from_checkpoints(run: Run) -> bool:

@@ -156,7 +156,8 @@ def _facts(run: Run, name: str, shared: Axes, maps: Maps | None) -> dict[str, An
         "worst": [] if maps is None else worst_heads(run),
         "coverage": grouped_coverage(_with_past(run)),
         "last_step": last_step(run),
-        "cost": _cost(run),
+        "cost": facts.cost(run),
+        "middle": float(np.median(run.seconds)) if len(run.seconds) else float("nan"),
         "intervals": _intervals(run),
         "facts": facts.facts(run),
         "rules": facts.rules(run),
@@ -226,15 +227,6 @@ def _span(runs: Sequence[Run]) -> tuple[float, float]:
     steps = [run.steps for run in runs] + [run.scalar(name)[0] for run in runs for name in run.scalar_names]
     known = [(int(each[0]), int(each[-1])) for each in steps if len(each)]
     return charts.span(min((a for a, _ in known), default=0), max((b for _, b in known), default=1))
-
-
-def _cost(run: Run) -> dict[str, float]:
-    """Seconds: all samples together, the median one, and their share of the run's wall time (NaN if unknown)."""
-    total = float(np.nansum(run.seconds))
-    timed = len(run.times) > 1 and not facts.from_checkpoints(run)  # those have the times of their files
-    wall = float(run.times[-1] - run.times[0]) if timed else 0.0
-    middle = float(np.median(run.seconds)) if len(run.seconds) else float("nan")
-    return {"total": total, "median": middle, "share": total / wall if wall > 0 else float("nan")}
 
 
 def _intervals(run: Run) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections import Counter
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from attnwatch.monitor.outputs.log import coverage_line, one_line
 from attnwatch.monitor.run import Run
 from attnwatch.monitor.sample import Coverage
 from attnwatch.reports import grid
-from attnwatch.reports.facts import counted, from_checkpoints, state
+from attnwatch.reports.facts import cost, counted, from_checkpoints, state
 from attnwatch.reports.glyphs import duration, short, sparkline
 from attnwatch.reports.grid import Grid
 from attnwatch.reports.keys import FOOTER, HELP, View
@@ -33,6 +34,9 @@ COLOURS = {
 
 _ALERTS, _PROBLEMS, _GRID = 5, 3, 10
 """Lines: at most of alerts and of problems, and what the grid keeps of a low screen."""
+
+_LEAST = 4
+"""Lines of the grid that even the lowest screen has: title, scale, ruler and the chosen layer."""
 
 _ROOMY = 24
 """Lines from which on a screen has room for what is well anyway."""
@@ -77,13 +81,15 @@ def frame(look: Look, view: View, width: int, height: int | None) -> list[Text]:
     if view.page == "help":
         lines = _help(width)
     else:
-        above, below = _above(look, width, height is None or height >= _ROOMY), _below(look)
-        room = None if height is None else max(height - len(above) - 2, _GRID)
+        is_roomy = height is None or height >= _ROOMY
+        above, below = [*_above(look, width, is_roomy), *([Text()] if is_roomy else [])], _below(look)
+        above = above if height is None else above[: max(height - 1 - _LEAST, 1)]
+        room = None if height is None else max(height - 1 - len(above), _LEAST)
         if room is not None:  # what goes on is said shortly when there is little room
             below = below[: max(room - _GRID, 0)]
             room -= len(below)
         shown = _head if view.page == "head" else _grid
-        lines = [*above, Text(), *shown(look, view, width, room), *below]
+        lines = [*above, *shown(look, view, width, room), *below]
     if height is not None:
         lines = [*lines[: height - 1], *[Text()] * (height - 1 - len(lines)), Text(FOOTER, style="dim")]
     for line in lines:
@@ -142,11 +148,9 @@ def _age(look: Look, silent: bool) -> str:
 
 
 def _cost(run: Run) -> str:
-    total = f"Sampling has taken {duration(float(np.nansum(run.seconds)))}"
-    lasted = float(run.times[-1] - run.times[0])
-    if lasted <= 0 or from_checkpoints(run):  # those have the times of their files
-        return f"{total}."
-    return f"{total}, {np.nansum(run.seconds[1:]) / lasted:.1%} of the time since the first sample."
+    found = cost(run)
+    total = f"Sampling has taken {duration(found.seconds)}"
+    return f"{total}." if math.isnan(found.share) else f"{total}, {found.share:.1%} of the time since the first sample."
 
 
 def _loss(run: Run, width: int, ascii_only: bool) -> Text:

@@ -32,6 +32,10 @@ FLATTENING, DECADES = 1e3, 1e6
 logits) may lie on the edge of a logarithmic one; and how far that reaches down."""
 
 
+Bounds = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""The least and the largest `[S, L, H]` of the samples that each sample stands for."""
+
+
 @dataclass(frozen=True)
 class Detail:
     """How finely lines are drawn, so that a page keeps its size: points a line and layers a chart. pointed: samples of
@@ -64,12 +68,19 @@ class Reduced:
         return tuple(self.rows[row] for row in at)
 
 
-def reduce(steps: NDArray[np.int64], values: NDArray[np.float32], metric: Metric, detail: Detail) -> Reduced:
-    """Thin `values [S, L, H]`. A metric of the weights is known until it is measured again: its gaps are no gaps."""
+def reduce(
+    steps: NDArray[np.int64], values: NDArray[np.float32], metric: Metric, detail: Detail, bounds: Bounds | None = None
+) -> Reduced:
+    """Thin `values [S, L, H]`. A metric of the weights is known until it is measured again: its gaps are no gaps.
+
+    bounds: where a sample stands for more than itself.
+    """
     values = np.where(np.isfinite(values), values, np.nan)
     if metric.merge == "last":
         measured = np.isfinite(values).any(axis=(1, 2))
         steps, values = steps[measured], values[measured]
+        bounds = bounds and (bounds[0][measured], bounds[1][measured])
+    least, largest = (np.where(np.isfinite(bound), bound, np.nan) for bound in bounds) if bounds else (values, values)
     samples, layers = values.shape[:2]
     if not samples or not np.isfinite(values).any():
         nothing = np.zeros(0)
@@ -84,8 +95,8 @@ def reduce(steps: NDArray[np.int64], values: NDArray[np.float32], metric: Metric
         steps[last].astype(np.float64),
         median(values[np.ix_(last, drawn)]),
         tuple(float(layer) / max(layers - 1, 1) for layer in drawn),
-        np.fmin.reduceat(np.fmin.reduce(flat, axis=1), starts).astype(np.float64),
-        np.fmax.reduceat(np.fmax.reduce(flat, axis=1), starts).astype(np.float64),
+        np.fmin.reduceat(np.fmin.reduce(least, axis=(1, 2)), starts).astype(np.float64),
+        np.fmax.reduceat(np.fmax.reduce(largest, axis=(1, 2)), starts).astype(np.float64),
         tuple(
             (int(step), float(low), float(middle), float(high))
             for step, low, middle, high in zip(steps[some], lowest, median(flat[some]), highest, strict=True)

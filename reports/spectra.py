@@ -65,7 +65,7 @@ def spectra(run: Run) -> list[Spectrum]:
     ]
     for layer, head in _chosen(run, values):
         shown.append((f"{layer} head {head}", values[:, run.layers.index(layer), head]))
-    highest = float(max(size, np.nanmax(values[..., 2]), 10))
+    highest = max(float(size), 10.0, *charts.finite(values[..., 2]))
     return [_spectrum(title, at, each, highest) for title, each in shown if np.isfinite(each).any()]
 
 

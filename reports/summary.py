@@ -16,7 +16,7 @@ from attnwatch.monitor import leads as measured
 from attnwatch.monitor.leads import DIVERGENCE, GRAVE, SEEN_APART
 from attnwatch.monitor.run import HEADER
 from attnwatch.monitor.sample import UsageError
-from attnwatch.reports.facts import from_checkpoints, state, text
+from attnwatch.reports.facts import cost, from_checkpoints, state, text
 from attnwatch.reports.known import proofs
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "alerts": [plain(asdict(alert)) for alert in run.alerts],
         "coverage": counts(run),
         "problems": [plain(asdict(problem)) for problem in run.problems],
-        "seconds": float(np.nansum(run.seconds)),
+        "seconds": cost(run).seconds,
     }
 
 
@@ -249,7 +249,8 @@ def _unseen(run: Run) -> list[str]:
     """Layers that were not seen, and a loss that was not passed."""
     seen, parts = counts(run), []
     if seen["uncovered"]:
-        parts.append(f"{seen['uncovered']} of {len(run.coverage)} layers were not covered")
+        were = "was" if seen["uncovered"] == 1 else "were"
+        parts.append(f"{seen['uncovered']} of {len(run.coverage)} layers {were} not covered")
     proved = proofs(run)
     without = [proved.get(layer.name) for layer in run.coverage if layer.state == "logits_only"]
     lost = [proof.until for proof in without if proof is not None and proof.until is not None]

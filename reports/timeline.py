@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 
 from attnwatch.monitor.sample import SCALARS
 from attnwatch.reports import charts, lanes
 from attnwatch.reports.charts import Scale, element, fine, label, number, rule
 from attnwatch.reports.curves import curve, pointed, points_of, scalar_scale
-from attnwatch.reports.facts import from_checkpoints, text
+from attnwatch.reports.facts import counted, from_checkpoints, text
 from attnwatch.reports.lanes import LANE, alert_lanes
 from attnwatch.reports.summary import lead, lead_alert, onset
 
@@ -70,7 +71,11 @@ def timeline(run: Run, shared: Axes) -> Markup:
             _scalar(run, shared, shared.gradient, "grad_norm") if shared.gradient else "",
             *(lanes.bars(top, row, x) for top, row in zip(tops, rows, strict=True)),
         ),
-        *([] if "loss" in run.scalar_names else [_missing(TOP + HEIGHT / 2, run)]),
+        *(
+            _missing(name, (y.start + y.end) / 2, run)
+            for name, y in (("loss", shared.loss), ("grad_norm", shared.gradient))
+            if y is not None and name not in run.scalar_names
+        ),
         class_="timeline", **zoomable(x),
     )  # fmt: skip
 
@@ -101,7 +106,7 @@ def plot(height: float, *children: object) -> Markup:
 def ground(shared: Axes, end: float) -> Markup:
     """Axes, grid and names: all that stays where it is."""
     parts = [charts.step_axis(shared.x, shared.x.ticks(8), TOP, end, end + 17)]
-    parts.append(label(GUTTER - 12, end + 17, "step", "tick", "end"))
+    parts.append(label(0, end + 17, "step", "tick", "start"))
     for name, scale in (("loss", shared.loss), ("grad_norm", shared.gradient)):
         if scale is not None:
             ticks = scale.ticks(4 if name == "loss" else 2)
@@ -127,13 +132,21 @@ def _scalar(run: Run, shared: Axes, y: Scale, name: str) -> Markup:
     broken = steps[~np.isfinite(values)]
     if len(broken) and name == "loss":
         at = x.at(broken[0])
-        parts.append(rule(at, y.end, at, y.start, "broken"))
-        parts.append(label(at - 6, y.end + 32, f"not finite from step {broken[0]:,}", "note", "end"))
+        room = at < WIDTH - RIGHT - 240
+        said = label(at + (6 if room else -6), y.end + 32, _broken(steps, broken), "note", "start" if room else "end")
+        parts += [rule(at, y.end, at, y.start, "broken"), said]
     return element("g", *parts)
 
 
-def _missing(middle: float, run: Run) -> Markup:
-    said = "Saved weights know no loss" if from_checkpoints(run) else "The trainer passed no loss"
+def _broken(steps: NDArray[np.int64], broken: NDArray[np.int64]) -> str:
+    """From when on there is no finite number, or at how many steps there was none where some came again."""
+    if len(broken) == np.sum(steps >= broken[0]):
+        return f"not finite from step {broken[0]:,}"
+    return f"not finite at {counted(len(broken), 'step')}, first {broken[0]:,}"
+
+
+def _missing(name: str, middle: float, run: Run) -> Markup:
+    said = f"Saved weights know no {name}" if from_checkpoints(run) else f"The trainer passed no {name}"
     return label((GUTTER + WIDTH) / 2, middle, said, "empty")
 
 

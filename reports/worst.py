@@ -75,8 +75,9 @@ def worst_heads(run: Run) -> list[WorstHeads]:
         names = tuple(name for name in alert.values if name in known)[:WORST_METRICS]
         at = moments(run, alert)
         rows = [_before(run, step) for _, step in at]
-        histories = [_histories(run, name, named, gone) for name in names]
-        columns = [_pictures(run, alert, name, named, each) for name, each in zip(names, histories, strict=True)]
+        known_of = {name: each for name in names if _is_known(each := _histories(run, name, named, gone))}
+        histories = list(known_of.values())
+        columns = [_pictures(run, alert, name, named, each) for name, each in known_of.items()]
         heads = tuple(
             WorstHead(
                 layer, head, tuple(column[index] for column in columns),
@@ -84,7 +85,7 @@ def worst_heads(run: Run) -> list[WorstHeads]:
             )
             for index, (layer, head) in enumerate(named)
         )  # fmt: skip
-        found[alert.rule] = WorstHeads(alert, names, tuple(at), heads)
+        found[alert.rule] = WorstHeads(alert, tuple(known_of), tuple(at), heads)
     return list(found.values())
 
 
@@ -97,6 +98,11 @@ def _histories(
     if is_held(run, name):
         values = held(values, None if gone is None else gone[:, layers])
     return [values[:, index, 0] for index in range(len(named))]
+
+
+def _is_known(histories: list[NDArray[np.float32]]) -> bool:
+    """A rule may ask for what these heads have not, as the bound of a norm."""
+    return not all(np.isnan(history).all() for history in histories)
 
 
 def _pictures(

@@ -242,6 +242,15 @@ def test_healthy_band_is_what_no_critical_rule_asks_for(when: str, band: tuple[f
     assert panels.healthy_band("x", rules) == band
 
 
+@pytest.mark.parametrize("width", [1, 3, 20, 200])
+def test_running_mean_is_the_mean_of_each_window_whatever_came_before(width: int) -> None:
+    """A spike of 1e20 is forgotten when the window has left it."""
+    values = np.random.default_rng(0).normal(size=101)
+    values[[7, 60]] = 1e20, NAN
+    expected = [np.mean(values[max(end - width, 0) : end]) for end in range(1, 102)]
+    np.testing.assert_allclose(curves.running_mean(values, width), expected, rtol=1e-9)
+
+
 def test_running_mean_is_short_at_the_start_and_blind_behind_a_nan() -> None:
     mean = curves.running_mean(np.array([1.0, 3.0, 5.0, NAN, 1.0, 1.0]), 2)
     np.testing.assert_array_equal(mean, [1, 2, 4, NAN, NAN, 1])

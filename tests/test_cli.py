@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from tests import made_runs
 
 from attnwatch.monitor import cli
@@ -76,11 +77,21 @@ def test_wrong_use_is_one_line_that_says_where_help_is(arguments: tuple[str, ...
     assert "--help" in line
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    """As `attnwatch rules | head -1`."""
+@pytest.mark.parametrize(
+    "arguments",
+    [("rules",), ("replay", "RUN"), ("live", "RUN", "--once"), ("export", "RUN", "--csv"), ("scan", "WEIGHTS")],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_reader_that_has_seen_enough_is_no_error(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """As `attnwatch rules | head -1`: neither a failure nor the 1 of an alert."""
+    weights = {f"layers.0.{side}_proj.weight": torch.eye(8) for side in "qk"}
+    torch.save(weights, tmp_path / "model.pt")
+    places = {"RUN": small(tmp_path / "run"), "WEIGHTS": tmp_path / "model.pt"}
+    more = ["--heads", "2"] if "WEIGHTS" in arguments else []
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([COMMAND, "rules"], stdout=write, stderr=subprocess.PIPE, timeout=60)
+    command = [COMMAND, *(places.get(each, each) for each in arguments), *more]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=120)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
 

@@ -97,6 +97,19 @@ def test_the_columns_are_those_of_the_data_frame(run: Path, capsys: pytest.Captu
             np.testing.assert_array_equal([float(cell or "nan") for cell in column], frame[name])
 
 
+def test_infinity_is_no_missing_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss that overflowed is not one that was not passed; only JSON has no number for it."""
+    writer = RunWriter(tmp_path / "run", {"metrics": [], "rules": []})
+    for step, loss in enumerate((2.0, float("inf"), -float("inf"), NAN)):
+        writer.scalars(step, {"loss": loss})
+    writer.close()
+    of = (str(tmp_path / "run"), "--what", "scalars")
+    assert printed(capsys, *of, "--csv").split() == ["step,loss", "0,2.0", "1,inf", "2,-inf", "3,"]
+    assert [json.loads(line)["loss"] for line in printed(capsys, *of, "--json").splitlines()] == [2.0, None, None, None]
+    printed(capsys, *of, "--parquet", "-o", str(tmp_path / "x"))
+    assert parquet.read_table(tmp_path / "x")["loss"].to_pylist() == [2.0, float("inf"), -float("inf"), None]
+
+
 def test_scalars_have_a_row_a_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a step that was passed in two pieces there is one row; what was not passed, or is no number, is null."""
     lines = [json.loads(line) for line in printed(capsys, str(run), "--json", "--what", "scalars").splitlines()]

@@ -17,6 +17,7 @@ from attnwatch.reports.glyphs import digits, duration, short, sparkline
 from attnwatch.reports.grid import short_names
 from attnwatch.reports.heads import Colours
 from attnwatch.reports.keys import View, decode, press
+from attnwatch.reports.live import Look, frame
 
 METRICS = ("entropy_ratio", "qk_rank")
 
@@ -96,6 +97,16 @@ def test_a_directory_that_is_away_is_said_and_comes_back_or_is_another_run(tmp_p
     assert follower.trouble == ""
     assert len(follower.run.steps) == 0
     assert follower.heads.layers == []
+
+
+@pytest.mark.parametrize("height", range(6, 40, 3))
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_chosen_layer_is_on_the_screen_however_low_it_is(width: int, height: int, tmp_path: Path) -> None:
+    """Of a run whose verdict alone is several lines."""
+    look = Look(Follower(made_runs.collapse(tmp_path / "run", steps=800)), 0.0)
+    lines = [line.plain for line in frame(look, View(layer=7), width, height)]
+    assert len(lines) == height
+    assert [line[:3] for line in lines if line.startswith((">", " 7"))][0] == "> 7"  # noqa: RUF015
 
 
 def test_digits_are_tenths_of_the_scale() -> None:

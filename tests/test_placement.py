@@ -15,9 +15,9 @@ from tests import zoo
 from torch import Tensor, nn
 
 from attnwatch.hooks.checkpoints import open_checkpoint
-from attnwatch.hooks.facts import FUSED, UNIT_GAIN
+from attnwatch.hooks.facts import FUSED, UNIT_GAIN, facts_of
 from attnwatch.hooks.layers import METRICS
-from attnwatch.hooks.placement import Placed, Unplaced, natural, place
+from attnwatch.hooks.placement import Gain, Placed, Unplaced, natural, place
 from attnwatch.hooks.probe import Reading
 from attnwatch.hooks.spectrum import SPECTRUM
 from attnwatch.hooks.weight_files import Entry
@@ -126,7 +126,30 @@ def test_no_family_is_in_the_tables_unproved() -> None:
     library = zoo.transformers()
     compared = {getattr(library, family.config).model_type for family in COMPARED.values()}
     assert set(FUSED) <= compared
-    assert UNIT_GAIN - compared == {"gemma3", "qwen3_next"}  # the same norm around gemma3_text; its queries are gated
+    assert {name for name in UNIT_GAIN if name not in compared and not name.startswith(tuple(NORMS))} == set()
+
+
+NORMS = {
+    "gemma3": "Gemma3RMSNorm", "qwen3_next": "Qwen3NextRMSNorm", "t5gemma2": "T5Gemma2RMSNorm",
+    "step3p7": "Step3p7RMSNorm", "step3p5": "Step3p7RMSNorm", "minimax_m3_vl": "MiniMaxM3VLRMSNorm",
+    "qwen3": "Qwen3RMSNorm", "olmo2": "Olmo2RMSNorm",
+}  # fmt: skip
+"""Family -> the class of its QK-norm; step3p5 is the text part of step3p7."""
+
+
+@pytest.mark.parametrize("family", NORMS)
+def test_a_gain_is_what_the_norm_of_its_family_multiplies_by(family: str) -> None:
+    """The norm's own code on vectors of length root d, against the gain that a scan folds into the weights."""
+    package = "step3p7" if family == "step3p5" else family
+    zoo.transformers()
+    module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    norm = getattr(module, NORMS[family])(64)
+    tensors = {"a.q_norm.weight": torch.randn(64)}
+    with torch.no_grad():
+        norm.weight.copy_(tensors["a.q_norm.weight"])
+        response = norm(torch.ones(64))
+    gain = Gain("a.q_norm.weight", facts_of("a", {"model_type": family}, None, None, None).gain_offset, False)
+    torch.testing.assert_close(gain.of(tensors, 64).ravel(), response, rtol=1e-4, atol=1e-5)
 
 
 # --- weights of no library --------------------------------------------------------------------------------------------
@@ -303,18 +326,6 @@ def test_what_is_no_attention_is_left_alone() -> None:
 def test_layers_come_in_their_order() -> None:
     names = ["h.10.attn", "h.2.attn", "h.1.attn"]
     assert sorted(names, key=natural) == ["h.1.attn", "h.2.attn", "h.10.attn"]
-
-
-def test_a_part_of_a_model_has_the_heads_of_its_own_config() -> None:
-    """A model of text and images: each tower by its part of the config."""
-    tensors = {}
-    for tower in ("vision_tower", "language_model"):
-        tensors |= {f"{tower}.layers.0.attn.{side}_proj.weight": HALF for side in "qk"}
-    config = {"text_config": {"num_attention_heads": 4}, "vision_config": {"num_attention_heads": 8}}
-    assert {x.layer.split(".")[0]: x.heads for x in place(tensors, config) if isinstance(x, Placed)} == {
-        "vision_tower": 8,
-        "language_model": 4,
-    }
 
 
 def test_a_merged_adapter_is_a_plain_model_again(tmp_path: Path) -> None:

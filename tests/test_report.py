@@ -117,7 +117,7 @@ def test_verdict_of_one_alert(tmp_path: Path, changes: dict[str, object], expect
 def test_layers_that_were_not_covered_weaken_the_verdict(tmp_path: Path) -> None:
     layers = (Coverage("layer", "verified"), Coverage("b", "uncovered"), Coverage("c", "logits_only"))
     run = small_run(tmp_path / "run", layers=layers)
-    words = "Healthy, as far as seen: 1 of 3 layers were not covered and 1 of 3 layers gave no spectrum."
+    words = "Healthy, as far as seen: 1 of 3 layers was not covered and 1 of 3 layers gave no spectrum."
     assert summary.verdict(run) == ("healthy", words)
 
 
@@ -256,6 +256,32 @@ def test_a_loss_that_is_not_finite_is_marked(tmp_path: Path) -> None:
     assert "loss (log)" in text
 
 
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([2.0, float("inf"), 1.9, 1.8], "not finite at 1 step, first 1"),
+        ([2.0, float("nan"), 1.9, float("nan"), 1.7], "not finite at 2 steps, first 1"),
+        ([float("nan")] * 5, "not finite from step 0"),
+    ],
+)
+def test_a_loss_that_became_finite_again_is_not_said_to_be_lost(tmp_path: Path, losses: list[float], said: str) -> None:
+    """And of one that was never finite the words are inside of the picture: they begin at its left edge."""
+    writer = RunWriter(tmp_path / "run", made_runs.header(("entropy_ratio",)))
+    for step, loss in enumerate(losses):
+        writer.scalars(step, {"loss": loss})
+    writer.close()
+    page = html.render([open_run(tmp_path / "run")])
+    assert re.search(rf'text-anchor="start">{said}<', page)
+
+
+def test_a_resumed_run_says_whose_its_first_alerts_are(tmp_path: Path) -> None:
+    small_run(tmp_path / "run")
+    assert "It goes on from another run" not in html.render([open_run(tmp_path / "run")])
+    with (tmp_path / "run" / "events.jsonl").open("a") as events:
+        events.write('{"event": "resumed", "step": 0, "state": {"alerts": []}}\n')
+    assert "It goes on from another run" in html.render([open_run(tmp_path / "run")])
+
+
 def test_worst_heads_show_their_value_at_the_step_of_the_alert(collapsed: Run) -> None:
     found = worst.worst_heads(collapsed)
     assert [each.alert.rule for each in found] == ["sparse_low_rank", "entropy_collapse"]
@@ -321,7 +347,7 @@ class LongRun:
     scalar_names = ("loss", "grad_norm")
     metrics = tuple(made_runs.metric(name) for name in made_runs.METRICS)
     coverage = tuple(Coverage(name, "verified", 32, 32, 64) for name in layers)
-    coverages, unmeasured, intervals, resumed, exception = (), (), (), None, ""
+    coverages, unmeasured, intervals, resumed, exception, is_thinned = (), (), (), None, "", False
 
     def __init__(self, count: int) -> None:
         self.steps = np.arange(count)

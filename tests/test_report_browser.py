@@ -179,6 +179,18 @@ def test_page_prints(browser: Browser, tmp_path: Path, collapsed: Run) -> None:
     assert 2 <= len(re.findall(rb"/Type\s*/Page\b", document)) <= 12
 
 
+def test_nothing_is_cut_off_on_paper(browser: Browser, tmp_path: Path, collapsed: Run, healthy: Run) -> None:
+    """On A4 (703 pixels between the margins): no table or picture reaches beyond the page."""
+    browser.open(html.write_report([collapsed, healthy], tmp_path / "report.html"), width=703)
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    beyond = browser.evaluate(
+        "[...document.querySelectorAll('table, svg, img, p')].filter(n => !n.closest('details:not([open])') && "
+        "n.getBoundingClientRect().right > document.documentElement.clientWidth + 1).map(n => n.outerHTML.slice(0, 90))"
+    )
+    browser.call("Emulation.setEmulatedMedia", media="")
+    assert beyond == []
+
+
 def test_browser_runs_nothing_that_a_run_brought_along(browser: Browser, tmp_path: Path, hostile: Run) -> None:
     browser.open(html.write_report([hostile], tmp_path / "report.html"))
     assert (browser.complaints, browser.requests) == ([], [])

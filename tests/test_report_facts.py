@@ -160,8 +160,8 @@ def test_intervals_that_a_budget_chose_are_told(tmp_path: Path) -> None:
 
 def test_a_scan_has_no_share_of_a_time_that_nobody_knows(tmp_path: Path) -> None:
     """Its samples have the times of their files, hours or seconds apart."""
-    assert math.isnan(html._cost(with_header(tmp_path / "scan", source="checkpoints"))["share"])
-    assert html._cost(with_header(tmp_path / "run"))["share"] == 0.0
+    assert math.isnan(facts.cost(with_header(tmp_path / "scan", source="checkpoints")).share)
+    assert facts.cost(with_header(tmp_path / "run")).share == 0.0
 
 
 def test_saved_weights_that_a_rule_objects_to_say_so(tmp_path: Path) -> None:

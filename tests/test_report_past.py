@@ -114,6 +114,9 @@ def test_layers_of_saved_weights_are_placed_wherever_they_are_named(
     said = capsys.readouterr().out
     assert "1 of 2 attention layers placed, 1 uncovered (b)" in said
     assert "verified" not in said
+    shown = run._repr_html_()
+    assert "placed by name and shape: nothing was run" in shown
+    assert "0 of 2 attention layers verified" in shown
 
 
 def test_each_page_of_a_directory_has_a_summary_of_its_own(tmp_path: Path, collapsed: Run, healthy: Run) -> None:

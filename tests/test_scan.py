@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tests.checkpoints import HEADS, KV_HEADS, config, reference, save, weights
@@ -20,7 +22,7 @@ from attnwatch.hooks.checkpoints import is_checkpoint
 from attnwatch.hooks.placement import LAYOUTS
 from attnwatch.monitor import scan as scanning
 from attnwatch.monitor.cli import main
-from attnwatch.monitor.commands.scan import LIMITS
+from attnwatch.monitor.commands.scan import LIMITS, show
 from attnwatch.monitor.run import open_run
 from attnwatch.monitor.sample import UsageError
 from attnwatch.monitor.scan import Scan, scan
@@ -100,6 +102,13 @@ def test_a_trend_over_checkpoints_is_told(tmp_path: Path) -> None:
     assert last["qk_sigma_max"][0] == pytest.approx(5 * first["qk_sigma_max"][0], rel=1e-5)
     assert last["qk_rank"][1] == pytest.approx(np.ones(HEADS), rel=1e-5)
     assert all("cannot be told from weights" in a.summary for a in found.alerts if "rank" in a.rule)
+
+
+def test_a_screen_that_knows_plain_letters_only_gets_them(tmp_path: Path) -> None:
+    written = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    show(scan(find_steps([series(tmp_path)], is_checkpoint)), Console(file=written, width=140))
+    written.seek(0)
+    assert "rank over steps" in written.read()
 
 
 def test_non_finite_weights_are_critical_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

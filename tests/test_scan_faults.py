@@ -104,7 +104,8 @@ KILLED = """
 import os, signal, sys
 from itertools import count
 from pathlib import Path
-from attnwatch.monitor.scan_record import SOURCE, Record
+from attnwatch.monitor.run import CHECKPOINTS
+from attnwatch.monitor.scan_record import Record
 
 def begun(out, left):
     # The exit code of a process that begins to record, and is killed before it touches more than `left` things.
@@ -120,7 +121,7 @@ def begun(out, left):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(touched)
-    Record(Path(out), {"source": SOURCE, "metrics": []}, 1).close((), ended=True)
+    Record(Path(out), {"source": CHECKPOINTS, "metrics": []}, 1).close((), ended=True)
     os._exit(0)
 
 for left in count():

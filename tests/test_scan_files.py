@@ -157,15 +157,19 @@ def _metadata_path(folder: Path) -> Path:
     return folder / "dcp"
 
 
-def _metadata_size(folder: Path) -> Path:
-    """A distributed checkpoint of a tensor that is far larger than its file."""
-    checkpoints.save_distributed(folder / "dcp", weights())
-    with open(folder / "dcp" / ".metadata", "rb") as file:
-        metadata = pickle.load(file)
-    metadata.state_dict_metadata["model.embed_tokens.weight"].size = torch.Size((1 << 30, 1 << 20))
-    with open(folder / "dcp" / ".metadata", "wb") as file:
-        pickle.dump(metadata, file)
-    return folder / "dcp"
+def _metadata_size(size: tuple[float, ...]) -> Callable[[Path], Path]:
+    """A distributed checkpoint whose metadata say that of a tensor."""
+
+    def make(folder: Path) -> Path:
+        checkpoints.save_distributed(folder / "dcp", weights())
+        with open(folder / "dcp" / ".metadata", "rb") as file:
+            metadata = pickle.load(file)
+        metadata.state_dict_metadata["model.embed_tokens.weight"].size = size
+        with open(folder / "dcp" / ".metadata", "wb") as file:
+            pickle.dump(metadata, file)
+        return folder / "dcp"
+
+    return make
 
 
 def _missing_piece(folder: Path) -> Path:
@@ -253,6 +257,12 @@ def _empty_tensors(folder: Path) -> Path:
     return folder / "x.pt"
 
 
+def _pointer(folder: Path) -> Path:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:4f\nsize 12345\n"
+    (folder / "model.safetensors").write_text(text)
+    return folder
+
+
 def _bad_index(folder: Path) -> Path:
     (folder / "model.safetensors.index.json").write_text("{" * 100_000)
     return folder
@@ -265,7 +275,9 @@ REFUSED = {
     "a payload as DCP metadata": (_metadata_payload, "nothing was run"),
     "a payload in DCP data": (_data_payload, "data that are a pickle that asks for"),
     "a DCP path that leads out": (_metadata_path, "leads out of the directory"),
-    "a DCP tensor larger than its file": (_metadata_size, "of shape [1073741824, 1048576] in"),
+    "a DCP tensor larger than its file": (_metadata_size((1 << 30, 1 << 20)), "of shape [1073741824, 1048576] in"),
+    "a DCP tensor of less than nothing": (_metadata_size((-8, -8)), "of shape [-8, -8] in"),
+    "a DCP tensor of half rows": (_metadata_size((8.5, 8)), "expected a distributed checkpoint in"),
     "a DCP without its data": (_missing_piece, "no '__0_0.distcp'"),
     "a cut DCP": (_cut("distributed"), "shorter than it says"),
     "a cut safetensors": (_cut("safetensors"), "expected a whole safetensors file"),
@@ -290,6 +302,7 @@ REFUSED = {
     "nothing": (lambda folder: folder / "nowhere", "found nothing"),
     "another file": (lambda folder: Path(__file__), "a file of another kind"),
     "parts without an index": (_parts, "parts without the index that names them"),
+    "a pointer of Git LFS": (_pointer, "found a pointer of Git LFS to them; git lfs pull"),
     "a list": (_list, "a list, no state dict"),
     "meta tensors": (_meta, "no numbers: saved from the meta device"),
     "empty tensors": (_empty_tensors, "found shape [0], empty"),

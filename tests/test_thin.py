@@ -21,6 +21,9 @@ from attnwatch.monitor.run import Run
 from attnwatch.monitor.sample import Metric, Sample
 from attnwatch.monitor.store import RunWriter, open_run
 from attnwatch.monitor.thin import Thinned, kept, thin
+from attnwatch.reports.every import _read
+from attnwatch.reports.facts import Cost, cost
+from attnwatch.reports.panels import Detail
 
 NAMES = tuple(metric.name for metric in METRICS)
 NAN = np.float32(np.nan)
@@ -51,6 +54,34 @@ def test_of_each_group_one_sample_stays_and_the_envelope_covers_all(tmp_path: Pa
     assert [bound.ravel().tolist() for bound in run.envelope("entropy")] == [entropy, entropy]
     with refused("found 'nonsense'"):
         thinned.envelope("nonsense")
+
+
+def test_what_sampling_has_cost_stays_what_it_was(tmp_path: Path) -> None:
+    """Twenty samples of half a second, ten seconds apart; the first was taken before its time: 9.5 of 190 seconds."""
+    with closing(RunWriter(tmp_path / "run", HEADER)) as writer:
+        for index in range(20):
+            block = np.full((2, 1, 1), index, np.float32)
+            writer.sample(Sample(index, 10.0 * index, NAMES, ("h",), block, 0.5))
+    assert cost(open_run(tmp_path / "run")) == Cost(20, 10.0, 0.05)
+    thin(open_run(tmp_path / "run"), tmp_path / "thin", every=5, around=1)
+    assert len(open_run(tmp_path / "thin").steps) < 10
+    assert cost(open_run(tmp_path / "thin")) == Cost(20, 10.0, 0.05)
+
+
+def test_a_page_draws_the_range_of_what_was_left_out(tmp_path: Path) -> None:
+    """The ninth of twenty samples is a peak of its group that does not stay; without the envelope it is not known."""
+    entropy = np.ones(20)
+    entropy[8] = 9.0
+    thin(write(tmp_path / "run", np.array([[[[x]], [[-x]]] for x in entropy])), tmp_path / "thin", every=6, around=1)
+    thinned = open_run(tmp_path / "thin")
+    assert 9.0 not in thinned.metric("entropy")
+
+    def highest() -> float:
+        return float(_read(thinned, Detail(100, 8), {"entropy": [0], "logit_max": [0]})["entropy"].reduced.high.max())
+
+    assert highest() == 9.0
+    shutil.rmtree(tmp_path / "thin" / "highest")
+    assert highest() == 1.0
 
 
 def test_the_sample_that_measured_most_stays_and_missing_is_no_extreme(tmp_path: Path) -> None:
@@ -118,7 +149,7 @@ def test_scalars_events_and_what_the_run_was_are_kept_and_what_was_done_is_said(
     thinned = open_run(tmp_path / "thin")
     assert (thinned.alerts, thinned.metrics, thinned.rules) == (run.alerts, run.metrics, run.rules)
     assert np.array_equal(thinned.scalar("loss"), run.scalar("loss"))
-    assert thinned.header["thinned"] == {"every": 10, "around": 20, "samples": 500}
+    assert thinned.header["thinned"] == {"every": 10, "around": 20, "samples": 500, "seconds": 0.0}
     (problem,) = thinned.problems
     assert (problem.where, problem.step) == ("samples", 4990)
     assert problem.text.startswith(f"thinned: {done.kept} of 500 samples are kept, one of 10 except for 20 on both ")

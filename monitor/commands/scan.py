@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from attnwatch.monitor.commands.runs import printer
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 LOW_RANK = 0.5
 """`qk_rank_ratio` below which the default rules call a head low-rank."""
 MOST_NAMED = 8
-SPARK = "▁▂▃▄▅▆▇█"
 LIMITS = (
     "could not tell from weights alone whether attention is healthy: entropy, logits and sinks need a forward "
     "(attnwatch.watch)"
@@ -66,8 +67,6 @@ def _count(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from attnwatch.hooks.checkpoints import is_checkpoint  # loads torch
     from attnwatch.monitor.scan import scan
     from attnwatch.monitor.steps import find_steps
@@ -81,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(as_data(found), indent=1, allow_nan=False))
     else:
-        show(found, Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140))
+        show(found, printer())
     if options.out is not None:
         page = _report(options.out)
         print(f"recorded in {options.out}; the report: {page}", file=sys.stderr if options.json else sys.stdout)
@@ -121,8 +120,11 @@ def show(found: Scan, console: Console) -> None:
     """A table of the last checkpoint's layers with their past, then what stands out and what is not known."""
     from rich.table import Table
 
+    from attnwatch.reports.glyphs import BLOCKS
+
     last = found.checkpoints[-1]
     several = len(found.checkpoints) > 1
+    blocks = BLOCKS[console.options.ascii_only]
     table = Table(title=_title(found), title_justify="left", box=None, pad_edge=False)
     table.add_column("layer", no_wrap=True)
     columns = ("heads", "rank", "lowest", "top 10", "sigma max", "|W_q|", "|W_k|")
@@ -130,7 +132,7 @@ def show(found: Scan, console: Console) -> None:
     for name in (*columns, *(["gains", "logit bound"] if normed else []), *(["rank over steps"] if several else [])):
         table.add_column(name, justify="left" if name == "rank over steps" else "right")
     for at, layer in enumerate(last.sample.layers):
-        table.add_row(layer, *_row(last, at, normed), *([_spark(found, layer)] if several else []))
+        table.add_row(layer, *_row(last, at, normed), *([_spark(found, layer, blocks)] if several else []))
     console.print(table)
     console.print(
         "rank, lowest: qk_rank_ratio, median and lowest of the heads (1: as random weights); top 10: median share of "
@@ -177,7 +179,7 @@ def _number(values: NDArray[np.float32], pick: Any) -> str:
     return f"{float(pick(values)):.3g}" if values.size else "-"
 
 
-def _spark(found: Scan, layer: str) -> str:
+def _spark(found: Scan, layer: str, blocks: str) -> str:
     """Median rank of a layer's heads from the first checkpoint to the last, at most 24 of them."""
     past = []
     for scanned in found.checkpoints:
@@ -185,7 +187,7 @@ def _spark(found: Scan, layer: str) -> str:
         row = ratios[scanned.sample.layers.index(layer)] if layer in scanned.sample.layers else ratios[:0]
         past.append(float(np.median(row[np.isfinite(row)])) if np.isfinite(row).any() else math.nan)
     shown = [past[round(i)] for i in np.linspace(0, len(past) - 1, min(len(past), 24))]
-    marks = "".join(" " if math.isnan(x) else SPARK[min(max(int(x * 7.5), 0), 7)] for x in shown)
+    marks = "".join(" " if math.isnan(x) else blocks[min(max(int(x * 7.5), 0), 7)] for x in shown)
     return f"{past[0]:.2f} {marks} {past[-1]:.2f}"
 
 
