@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from attnwatch.monitor.alerts import Alert
-from attnwatch.monitor.outputs.log import LogOutput
+from attnwatch.monitor.outputs.log import LogOutput, status
 from attnwatch.monitor.sample import Coverage, Problem, Update
 
 EMPTY = Update(0, None, False, {}, (), (), (), (), 0, 0.0)
@@ -119,6 +119,20 @@ def test_a_hostile_name_stays_on_one_line(caplog: pytest.LogCaptureFixture) -> N
     assert lines(caplog, update) == [
         ("WARNING", "attnwatch: h\\n\\r\\x1b[2J\\u2028\\u202e\\ud800%s é: x (step 1)"),
     ]
+
+
+def test_a_printed_monitor_keeps_hostile_names_in_their_lines() -> None:
+    """A lone surrogate could not even be printed."""
+    name, plain = "h\n\x1b[2J\ud800", "h\\n\\x1b[2J\\ud800"
+    alerts = (replace(FIRED, place=name),)
+    text = status(f"step 3, recorded in {name}", (Coverage(name, "uncovered"),), alerts, (Problem(1, name, name),))
+    assert text.splitlines() == [
+        f"attnwatch: 0 of 1 attention layers verified, 1 uncovered ({plain})",
+        f"  step 3, recorded in {plain}",
+        f"  alert: critical sparse_low_rank at {plain} since step 1200",
+        f"  problem: {plain}: {plain}",
+    ]
+    text.encode()
 
 
 def test_without_any_logging_set_up_warnings_reach_stderr_and_nothing_is_printed() -> None:

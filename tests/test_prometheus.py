@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, replace
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -61,11 +63,36 @@ def test_a_real_prometheus_sees_a_run_from_alert_to_end(tmp_path: Path, wait_for
         assert query('{__name__=~"attnwatch_.+"}') == {}
 
 
-def test_an_answer_is_compressed_for_who_takes_it(output: PrometheusOutput) -> None:
+@pytest.mark.parametrize(
+    ("asked", "coding"),
+    [
+        (["gzip"], "gzip"),
+        (["GZIP;q=0.001"], "gzip"),
+        (["br;q=1.0, gzip ; q=0.8, identity;q=0"], "gzip"),
+        (["deflate", "gzip"], "gzip"),  # two lines are one list
+        (["gzip;q=0"], None),
+        (["gzip; q=0.000, deflate"], None),
+        (["gzipped, not-gzip"], None),
+        (["identity"], None),
+        (["*;q=0"], None),
+        ([";;,,;q="], None),
+        ([], None),
+    ],
+)
+def test_an_answer_is_compressed_for_who_takes_it(
+    asked: list[str], coding: str | None, output: PrometheusOutput
+) -> None:
+    """RFC 9110: a coding with the quality 0 is refused. Plain text is right for whoever says nothing of gzip."""
     output.write(full_update(HOSTILE))
-    with urlopen(Request(f"http://127.0.0.1:{output.port}/metrics", headers={"Accept-Encoding": "gzip"})) as answer:
-        assert answer.headers["Content-Encoding"] == "gzip"
-        assert gzip.decompress(answer.read()).decode() == fetch(output.port)
+    with closing(HTTPConnection("127.0.0.1", output.port, timeout=30)) as client:
+        client.putrequest("GET", "/metrics", skip_accept_encoding=True)
+        for line in asked:
+            client.putheader("Accept-Encoding", line)
+        client.endheaders()
+        answer = client.getresponse()
+        assert answer.headers["Content-Encoding"] == coding
+        body = answer.read()
+    assert (gzip.decompress(body) if coding else body).decode() == fetch(output.port)
 
 
 def test_a_look_at_the_headers_is_no_scrape(output: PrometheusOutput) -> None:
@@ -145,7 +172,9 @@ def test_a_port_that_cannot_be_had_is_named_and_nothing_more() -> None:
     ]
 
 
-@pytest.mark.parametrize("host", ["host.invalid", "192.0.2.1"])
+@pytest.mark.parametrize(
+    "host", ["host.invalid", "192.0.2.1", "fe80::1", "[::1]", "a..b", "é..b", "a" * 300, "\x00", "\ud800"]
+)
 def test_an_address_of_another_machine_is_named(host: str) -> None:
     """192.0.2.0/24 is nobody's: RFC 5737."""
     outputs, refused = prometheus_outputs(METRICS, Prometheus(port=0, host=host))
@@ -209,6 +238,35 @@ def test_a_forked_worker_does_not_keep_the_port() -> None:
     """Data-loading workers inherit the socket and may outlive the run."""
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=60)
     assert (run.stdout, run.stderr) == ("free\n", "")
+
+
+OUT_OF_FILES = """
+import resource, socket, time
+from contextlib import suppress
+from attnwatch.monitor.outputs.prometheus import Prometheus, PrometheusOutput
+output = PrometheusOutput((), Prometheus(port=0, linger=0))
+client = socket.socket()
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+opened = []
+with suppress(OSError):
+    while True:
+        opened.append(open("/dev/null"))
+client.connect(("127.0.0.1", output.port))
+client.sendall(b"GET /metrics HTTP/1.0\\r\\n\\r\\n")
+begun, used = time.monotonic(), time.process_time()
+time.sleep(1)
+print((time.process_time() - used) / (time.monotonic() - begun) < 0.2)
+for file in opened:
+    file.close()
+print(client.recv(12))
+output.close()
+"""
+
+
+def test_a_trainer_without_file_descriptors_is_not_slowed_down() -> None:
+    """Who asks meanwhile waits, at no cost, and is answered as soon as there is one."""
+    run = subprocess.run([sys.executable, "-c", OUT_OF_FILES], capture_output=True, text=True, timeout=60)
+    assert (run.stdout, run.stderr) == ("True\nb'HTTP/1.0 200'\n", "")
 
 
 def test_idle_and_slow_clients_block_nobody(output: PrometheusOutput) -> None:

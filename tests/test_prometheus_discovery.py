@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing as closed_after
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 from threading import Thread, current_thread
 from types import SimpleNamespace
@@ -101,6 +103,27 @@ def test_who_has_just_been_answered_counts_as_one_who_scrapes(monkeypatch: pytes
     assert not thread.is_alive()
 
 
+def finished(port: int, source: str) -> bool:
+    """What a scrape from that address of this machine finds."""
+    with closed_after(HTTPConnection("127.0.0.1", port, timeout=30, source_address=(source, 0))) as client:
+        client.request("GET", "/metrics")
+        return parsed(client.getresponse().read().decode())["attnwatch_finished"] == {(): 1}
+
+
+def test_each_of_a_pair_of_servers_is_told_of_the_end(wait_for: Callable[..., Any]) -> None:
+    """Prometheus is run twice, on two hosts, where it must not be missed. All of 127.0.0.0/8 is this machine."""
+    output = server(Prometheus(port=0, linger=FOREVER))
+    assert not finished(output.port, "127.0.0.2")
+    assert not finished(output.port, "127.0.0.3")
+    thread = closing(output)
+    wait_for(lambda: finished(output.port, "127.0.0.2"), "the first to see the end")
+    thread.join(timeout=0.5)
+    assert thread.is_alive()
+    assert finished(output.port, "127.0.0.3")
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
 def test_an_answer_that_says_finished_is_the_last_one(
     monkeypatch: pytest.MonkeyPatch, wait_for: Callable[..., Any]
 ) -> None:
@@ -174,9 +197,17 @@ def test_each_rank_has_a_target_file_of_its_own(tmp_path: Path, rank: Callable[[
 
 
 def test_the_target_file_of_a_run_that_took_over_is_left(tmp_path: Path) -> None:
-    """A restart may overlap with the end of what it replaces."""
+    """A restart may overlap with the end of what it replaces. Of two runs that go on, the one that no server finds
+    says so."""
     settings = Prometheus(port=0, file_sd=tmp_path / "gpt.json")
     before, after = server(settings), server(settings)
+    update = full_update(("h.0",))
+    assert after.write(update) is None
+    assert before.write(replace(update, is_new=False)) is None
+    assert before.write(update) == (
+        f"{str(tmp_path / 'gpt.json')!r} is another run's target file by now, and servers find only that run: give "
+        "each its own"
+    )
     before.close()
     assert str(after.port) in (tmp_path / "gpt.json").read_text()
     after.close()

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from tests import tiny
+from tests.gang import gang
 from torch.utils.data import DataLoader
 
 from attnwatch import Rule, UsageError, open_run
@@ -28,8 +25,10 @@ HIGH = Rule("high", "critical", "scalar.mark > 3")
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Accelerate keeps one state for all accelerators of a process."""
+    """Ends what each loop began. Accelerate keeps one state for all accelerators of a process."""
     yield
+    while Loop.begun:
+        Loop.begun.pop().accelerator.end_training()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -37,7 +36,10 @@ def fresh() -> Iterator[None]:
 class Loop:
     """Six steps, written as Accelerate's documentation has it."""
 
+    begun: ClassVar[list[Loop]] = []
+
     def __init__(self, tracker: AttnwatchTracker | None, batch: int = 4, accumulated: int = 1, scaler: bool = False):
+        self.begun.append(self)
         self.tracker = tracker
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated, log_with=tracker)
         if scaler:
@@ -171,6 +173,38 @@ def test_a_loop_that_goes_back_to_a_checkpoint_begins_a_run(tmp_path: Path) -> N
     assert [alert.fired_step for alert in second.alerts] == [2]  # `mark` goes on from 5: another alert
 
 
+def train_two_models(folder: Path, load: bool) -> list[AttnwatchTracker]:
+    """Four batches: the first model steps at each, the second at every other one."""
+    trackers = [AttnwatchTracker(run=folder / name, every=2, report=False) for name in ("often", "rarely")]
+    accelerator = Accelerator(cpu=True, log_with=trackers)
+    models = [accelerator.prepare(tiny.llama()) for _ in trackers]
+    optimizers = [accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.06)) for model in models]
+    accelerator.init_trackers("two")
+    for tracker, model, optimizer in zip(trackers, models, optimizers, strict=True):
+        tracker.watch(accelerator, model, optimizer)
+    if load:
+        accelerator.load_state(str(folder / "kept"))
+    for number, batch in enumerate(DataLoader(tiny.texts(16), batch_size=4)):  # type: ignore[arg-type]
+        for model, optimizer in list(zip(models, optimizers, strict=True))[: 2 - number % 2]:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.log({"loss": loss})
+    accelerator.save_state(str(folder / "kept"))
+    accelerator.end_training()
+    return trackers
+
+
+def test_several_models_have_a_tracker_each(tmp_path: Path) -> None:
+    """Each counts the steps of its own optimizer, also after a resume."""
+    for load in (False, True):
+        assert [tracker.tracker is not None for tracker in train_two_models(tmp_path, load)] == [True, True]
+    steps = {path.name: open_run(path).steps.tolist() for path in tmp_path.iterdir() if path.name != "kept"}
+    assert steps == {"often": [0, 2], "rarely": [0], "often-2": [4, 6], "rarely-2": [2]}
+    assert all(open_run(tmp_path / name).problems == () for name in steps)
+
+
 def test_a_state_of_other_rules_is_named_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saving = Loop(AttnwatchTracker(run=tmp_path / "run", rules=[HIGH], report=False))
     saving.accelerator.save_state(str(tmp_path / "kept"))
@@ -238,29 +272,7 @@ def test_wrong_options_are_one_line() -> None:
 def test_two_processes_stop_at_the_same_step(tmp_path: Path) -> None:
     """Rank 0 watches; both learn of the alert at the next of every third question. In Accelerate's loop,
     the Trainer and Lightning: one that left alone would hang the other."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    script = Path(__file__).parent / "two_ranks.py"
-    shared = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "PYTHONPATH": str(script.parents[1]),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, tmp_path],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        printed = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(printed)
+    gang("two_ranks.py", 2, str(tmp_path))
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert found[0] == found[1] == {"loop": 7, "trainer": 4, "fit": 4}
     assert sorted(path.name for path in tmp_path.glob("*-run*")) == ["fit-run", "loop-run", "trainer-run"]

@@ -309,6 +309,8 @@ def test_a_critical_alert_may_be_left_to_the_reader(tmp_path: Path) -> None:
         ({"on_critical": "halt"}, "expected on_critical to be one of none, save, stop, found 'halt'"),
         ({"stop_on": "critical"}, "found stop_on; a trainer stops by its own control: say on_critical="),
         ({"optimizer": None}, "found optimizer; leave it out: the trainer's own steps are counted"),
+        ({"evry": 5}, r"found evry; there are \(closest first\): every, "),
+        ({"model": None}, r"found model; there are \(closest first\): "),
     ],
 )
 def test_wrong_options_are_one_line(options: dict[str, Any], says: str) -> None:

@@ -130,6 +130,43 @@ def test_manual_optimization_counts_its_own_steps(tmp_path: Path) -> None:
     np.testing.assert_allclose(run.scalar("lr")[1], [0.06] * 3)
 
 
+def test_several_optimizers_of_a_batch_are_one_step(tmp_path: Path) -> None:
+    """Lightning counts the steps of each: 2 after the first batch. Here the second model steps at every third one."""
+
+    class Two(LIGHTNING.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.often, self.rarely = tiny.llama(), tiny.llama()
+
+        def training_step(self, batch: Any, index: int) -> None:
+            models = [self.often, self.rarely]
+            for model, optimizer in list(zip(models, self.optimizers(), strict=True))[: 1 if index % 3 else 2]:
+                self.toggle_optimizer(optimizer)
+                self.manual_backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                self.untoggle_optimizer(optimizer)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.often.parameters(), lr=0.06), torch.optim.SGD(self.rarely.parameters(), 0.02)]
+
+    trainer(tmp_path, AttnwatchCallback(run=tmp_path / "run", every=3, report=False)).fit(Two(), rows())
+    run = open_run(tmp_path / "run")
+    assert run.problems == ()
+    assert run.steps.tolist() == [2, 6]  # batches 0 and 3: both models stepped
+    assert run.layers == tuple(f"{name}.model.layers.{n}.self_attn" for name in ("often", "rarely") for n in range(2))
+    steps, rates = run.scalar("lr")
+    assert dict(zip(steps.tolist(), rates.tolist(), strict=True)) == {
+        2: 0.02,
+        3: 0.06,
+        4: 0.06,
+        6: 0.02,
+        7: 0.06,
+        8: 0.06,
+    }
+
+
 def test_training_is_bit_for_bit_what_it_was(tmp_path: Path) -> None:
     watched, plain = module_of(), module_of()
     trainer(tmp_path, AttnwatchCallback(run=tmp_path / "run", every=2, report=False)).fit(watched, rows())

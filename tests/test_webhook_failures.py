@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tests.webhooks import FIRED, RESOLVED, SECRET, Hook, WaitFor, complaint, ho
 
 import attnwatch
 from attnwatch.monitor.outputs.courier import Courier, Undelivered
+from attnwatch.monitor.outputs.notices import alertmanager
 from attnwatch.monitor.outputs.webhook import WebhookOutput
 
 
@@ -259,3 +261,20 @@ def test_the_last_alert_that_does_not_get_out_is_named_too(
     text = "the last updates were not delivered within 0.2 s"
     assert [problem.text for problem in attnwatch.open_run(tmp_path / "run").problems] == [f"Undelivered: {text}"]
     assert text in caplog.text
+
+
+def test_many_alerts_are_written_down_by_another_thread(hook: Hook) -> None:
+    """All heads of a large model at once: training only hands them over."""
+    alerts = [replace(FIRED, place=f"h.{layer}/{head}") for layer in range(100) for head in range(64)]
+    begun = time.thread_time()
+    alertmanager(alerts, "gpt", {}, 0.0)
+    written = time.thread_time() - begun
+    with Receiver() as receiver:
+        output = hook(receiver)
+        begun = time.thread_time()
+        output.write(update(*alerts))
+        taken = time.thread_time() - begun
+        output.close()
+        (posted,) = receiver.posted
+    assert [alert["labels"]["place"] for alert in posted.json["alerts"]] == [alert.place for alert in alerts]
+    assert taken < written / 2

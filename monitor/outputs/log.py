@@ -82,11 +82,10 @@ def firing_lines(alerts: Iterable[Alert]) -> list[str]:
 def status(now: str, coverage: tuple[Coverage, ...], alerts: Iterable[Alert], problems: Iterable[Problem]) -> str:
     """What `print(monitor)` shows. now: the step, and what comes next."""
     covered = coverage_line(coverage) if coverage else "no sample yet"
-    return "\n".join(
-        [f"attnwatch: {covered}", f"  {now}"]
-        + [f"  alert: {line}" for line in firing_lines(alerts)]
-        + [f"  problem: {problem.where}: {problem.text}" for problem in problems]
-    )
+    lines = [f"attnwatch: {covered}", f"  {now}"]
+    lines += [f"  alert: {line}" for line in firing_lines(alerts)]
+    lines += [f"  problem: {problem.where}: {problem.text}" for problem in problems]
+    return "\n".join(map(one_line, lines))
 
 
 def _log(level: int, text: str) -> None:

@@ -15,12 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
-from errno import EADDRINUSE, EADDRNOTAVAIL
+from errno import EADDRINUSE, EADDRNOTAVAIL, EINVAL
 from http.server import BaseHTTPRequestHandler
-from math import inf
 from pathlib import Path
 from socketserver import ThreadingTCPServer
-from threading import Event, Thread
+from threading import Condition, Thread
 from typing import Any, Protocol
 
 from attnwatch.monitor.outputs.exposition import SERIES, Exposition
@@ -165,21 +164,24 @@ class PrometheusOutput:
             ) from None
         self._target = path, content
 
-    def write(self, update: Update) -> None:
-        """The next scrape sees this update."""
+    def write(self, update: Update) -> str | None:
+        """The next scrape sees this update. Tells, at samples, that another run has taken the target file."""
         self._exposition.write(update)
+        if self._target is None or not update.is_new or not self._is_taken():
+            return None
+        file = str(self._target[0])
+        return f"{file!r} is another run's target file by now, and servers find only that run: give each its own"
 
     def close(self) -> None:
-        """Tells that the run is finished, waits until that was scraped, and frees the port. Safe to call twice.
+        """Tells that the run is finished, waits until who scrapes it was told, and frees the port. Safe to call twice.
 
-        Waits at most `linger` seconds, and only if anybody has scraped of late.
+        Waits at most `linger` seconds, and only for hosts that have scraped within twice that time.
         """
         if self._closed:
             return
         self._exposition.finish()
         try:
-            if time.monotonic() - self._server.scraped < 2 * self._linger:
-                self._server.told_end.wait(self._linger)
+            self._server.wait(self._linger)
         finally:
             self.discard()
 
@@ -188,17 +190,29 @@ class PrometheusOutput:
         if self._closed:
             return
         self._closed = True
-        if self._target is not None:
-            path, content = self._target
+        if self._target is not None and not self._is_taken():
             with suppress(OSError):
-                if path.read_bytes() == content:  # else it is that of a run that took over
-                    path.unlink()
+                self._target[0].unlink()
         self._server.shutdown()
         # A forked data-loading worker holds a copy of this socket: closing ours alone leaves it listening.
         with suppress(OSError):  # macOS does not know how
             self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.server_close()
         self._thread.join()
+
+    def _is_taken(self) -> bool:
+        with suppress(OSError):
+            return self._target is not None and self._target[0].read_bytes() != self._target[1]
+        return False  # it is gone
+
+
+def _takes_gzip(accepted: str) -> bool:
+    """Whether an `Accept-Encoding` names it, and not with the quality 0, which is a refusal (RFC 9110, 12.4.2)."""
+    for coding in accepted.lower().split(","):
+        name, *weights = (part.strip() for part in coding.split(";"))
+        if name == "gzip":
+            return not any(re.fullmatch(r"q=0(\.0*)?", weight) for weight in weights)
+    return False
 
 
 def _zipped(pieces: Iterable[bytes]) -> bytes:
@@ -219,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
         families = (family.encode() for family in exposition.text())
         self.send_response(200)
         self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-        if "gzip" in self.headers.get("Accept-Encoding", ""):
+        if _takes_gzip(",".join(self.headers.get_all("Accept-Encoding", []))):
             self.send_header("Content-Encoding", "gzip")
             body = _zipped(families)
         else:
@@ -228,10 +242,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        self.server.scraped = time.monotonic()  # before the answer: who reads it may close the run at once
+        host = self.client_address[0]
+        self.server.scraped[host] = time.monotonic()  # before the answer: who reads it may close the run at once
         self.wfile.write(body)
         if exposition.finished:
-            self.server.told_end.set()
+            self.server.tell(host)
 
     do_HEAD = do_GET  # noqa: N815 (the library asks for this name)
 
@@ -240,7 +255,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Server(ThreadingTCPServer):
-    """A thread per client, so that a slow one holds up nobody. scraped: when last asked, by the monotonic clock.
+    """A thread per client, so that a slow one holds up nobody. scraped: when each host last asked, by the monotonic
+    clock: of a pair of servers that scrape the same, both are to see the end.
 
     Of more than `_CLIENTS` at a time the oldest is let go: threads and file descriptors are the trainer's too.
     """
@@ -253,11 +269,31 @@ class _Server(ThreadingTCPServer):
     def __init__(self, host: str, port: int, exposition: Exposition) -> None:
         self.exposition = exposition
         self._clients: OrderedDict[Any, None] = OrderedDict()
-        self.scraped = -inf
-        self.told_end = Event()
+        self.scraped: dict[str, float] = {}
+        self._told: set[str] = set()  # of the end
+        self._news = Condition()
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)
+
+    def tell(self, host: str) -> None:
+        with self._news:
+            self._told.add(host)
+            self._news.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Until each host that asked within twice that time was told of the end, at most so long."""
+        latest = time.monotonic() - 2 * seconds
+        hosts = {host for host, at in self.scraped.copy().items() if at > latest}
+        with self._news:
+            self._news.wait_for(lambda: hosts <= self._told, seconds)
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:  # no file descriptor is left: the library would ask again at once, and again
+            time.sleep(0.1)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self._clients[request] = None
@@ -280,11 +316,11 @@ class _Server(ThreadingTCPServer):
 def _listen(host: str, port: int, exposition: Exposition) -> _Server:
     try:
         return _Server(host, port, exposition)
-    except OSError as error:
-        reason, advice = error.strerror or error, _PICK
-        if error.errno == EADDRINUSE:
+    except (OSError, TypeError) as error:  # TypeError: a text that can be no host's name
+        errno, reason, advice = getattr(error, "errno", None), getattr(error, "strerror", None) or error, _PICK
+        if errno == EADDRINUSE:
             advice += "; an earlier monitor of this process may hold it until its monitor.close()"
-        if error.errno == EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        if errno in (EADDRNOTAVAIL, EINVAL) or isinstance(error, socket.gaierror | TypeError):
             advice = "pass host= an address of this machine"
         raise UsageError(f"expected a free port, found {host}:{port} ({reason}); {advice}") from None
 

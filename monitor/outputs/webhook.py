@@ -12,12 +12,13 @@ import socket
 import ssl
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from math import inf
 from threading import Timer
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import attnwatch
@@ -82,32 +83,35 @@ class WebhookOutput:
 
     def write(self, update: Update) -> str | None:
         """Hands over what fired or resolved; tells what could not be delivered since the last time."""
-        alerts = news(update, self._min_severity)
+        alerts, now = news(update, self._min_severity), time.time()
         if alerts:
-            self._courier.take(json.dumps(self._body(alerts, update.run.name), allow_nan=False).encode())
+            self._courier.take(partial(self._body, alerts, update.run.name, self._dated(alerts, now), now))
         return self._courier.complaint()
 
     def close(self) -> None:
         """Waits until the last alert is out, at most `patience` seconds. Raises Undelivered when it is not."""
         self._courier.close(self._patience)
 
-    def _body(self, alerts: list[Alert], run: str) -> Any:
-        if self._style == "slack":
-            return slack(alerts, run)
-        if self._style == "discord":
-            return discord(alerts, run)
-        now = time.time()
+    def _dated(self, alerts: list[Alert], now: float) -> dict[tuple[str, str, int], float]:
+        """Unix seconds at which each began."""
+        began = {}
         for alert in alerts:
             # One that fired in an earlier process began before this one did.
-            self._began.setdefault(identity(alert), now if alert.state == "firing" else self._made)
-        body = alertmanager(alerts, run, self._began, now)
-        for alert in alerts:
-            if alert.state == "resolved":
-                del self._began[identity(alert)]
-        return body
+            at = self._began.pop(identity(alert), now if alert.state == "firing" else self._made)
+            began[identity(alert)] = at
+            if alert.state == "firing":
+                self._began[identity(alert)] = at
+        return began
 
-    def _deliver(self, body: bytes) -> None:
-        wait = self._backoff
+    def _body(self, alerts: list[Alert], run: str, began: Mapping[tuple[str, str, int], float], now: float) -> bytes:
+        if self._style == "alertmanager":
+            body = alertmanager(alerts, run, began, now)
+        else:
+            body = {"slack": slack, "discord": discord}[self._style](alerts, run)
+        return json.dumps(body, allow_nan=False).encode()
+
+    def _deliver(self, write: Callable[[], bytes]) -> None:
+        body, wait = write(), self._backoff
         for left in reversed(range(self._tries)):
             try:
                 answer = self._post(body)

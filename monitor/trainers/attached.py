@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from attnwatch.hooks.ranks import several
+from attnwatch.monitor.conditions import closest
 from attnwatch.monitor.run import as_path
 from attnwatch.monitor.sample import Update, UsageError
 from attnwatch.monitor.session import Monitor
@@ -30,6 +32,8 @@ _REFUSED = {
     "stop_on": "a trainer stops by its own control: say on_critical= where it has one",
 }
 
+_OPTIONS = [name for name in signature(watch).parameters if name not in ("model", *_REFUSED)]
+
 
 class Attached:
     """The monitor of one training run, then that of the next one: a trainer may fit several times.
@@ -40,9 +44,12 @@ class Attached:
     """
 
     def __init__(self, options: Mapping[str, Any], on_critical: str = "none"):
-        for name, advice in _REFUSED.items():
-            if name in options:
-                raise UsageError(f"expected options of watch() but {name}, found {name}; {advice}")
+        for name in options:
+            if name in _REFUSED:
+                raise UsageError(f"expected options of watch() but {name}, found {name}; {_REFUSED[name]}")
+            if name not in _OPTIONS:
+                there = ", ".join(closest(name, _OPTIONS))
+                raise UsageError(f"expected options of watch(), found {name}; there are (closest first): {there}")
         if on_critical not in ACTIONS:
             raise UsageError(f"expected on_critical to be one of {', '.join(ACTIONS)}, found {on_critical!r}")
         self.options = dict(options)
