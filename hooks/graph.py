@@ -68,7 +68,7 @@ class GraphRoute:
         self._probe = probe
         self._insertion = _load()
         self._modules: dict[str, nn.Module] = {}
-        self._parameters: dict[int, str] = {}  # by address
+        self._parameters: dict[int, tuple[str, Tensor]] = {}  # by address
 
     def start(self) -> None:
         """From now on calls are seen. The first time, whatever was compiled before is dropped: it has no operator."""
@@ -104,15 +104,21 @@ class GraphRoute:
 
     def _layer_of(self, call: Call) -> str | None:
         """The innermost module around the call that holds one of the parameters; None if none is the model's."""
-        if not any(x.data_ptr() in self._parameters for x in call.parameters):
+        names = self._names_of(call.parameters)
+        if not names:
             self._look_around()  # sharded parameters are whole, and elsewhere, while the forward runs
-        names = [self._parameters[x.data_ptr()] for x in call.parameters if x.data_ptr() in self._parameters]
+            names = self._names_of(call.parameters)
         around = [name for parameter in names for name in self._around(parameter)]
         for kind in call.kinds:
             for name in around:
                 if kind_of(type(self._modules[name])) == kind:
                     return name
         return next(iter(around), None)
+
+    def _names_of(self, tensors: list[Tensor]) -> list[str]:
+        """Of parameters that still are where they were found: what they leave is given to others."""
+        addresses = [x.data_ptr() for x in tensors if x.data_ptr() in self._parameters]
+        return [name for at in addresses for name, parameter in [self._parameters[at]] if parameter.data_ptr() == at]
 
     def _around(self, parameter: str) -> Iterator[str]:
         """Modules that hold a parameter and may be an attention layer, innermost first."""
@@ -126,7 +132,7 @@ class GraphRoute:
         owners = sites.owners(self._probe.model)
         self._modules = {name: module for name, module in sites.hookable(self._probe.model) if name in owners}
         named = self._probe.model.named_parameters()
-        self._parameters = {parameter.data_ptr(): sites.clean_name(name) for name, parameter in named}
+        self._parameters = {parameter.data_ptr(): (sites.clean_name(name), parameter) for name, parameter in named}
         self._parameters.pop(0, None)  # of parameters without storage
 
 

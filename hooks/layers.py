@@ -45,7 +45,8 @@ class Layer:
     """What is known of one layer. keys: the proved choice of weights a side. bound: logit_bound `[H]`, last known.
 
     due: its weights are to be looked at in the next sample, whatever the schedule says. part: which part of the layer's
-    heads this rank holds, of how many. exact: its spectrum is not resolved in float32.
+    heads this rank holds, of how many. kv_parts: into how many its key heads are split; 1 where each rank has all, 0
+    while unknown. exact: its spectrum is not resolved in float32.
     rests: looks until the values of the whole layer and the step's update are taken again."""
 
     name: str
@@ -62,6 +63,7 @@ class Layer:
     exact: bool = False
     rests: int = 0
     part: tuple[int, int] = (0, 1)
+    kv_parts: int = 0
 
 
 def has_turn(layer: Layer, layers: Mapping[str, Layer], looks: int, share: int | None) -> bool:
@@ -297,6 +299,8 @@ def _judge(layer: Layer, draft: Draft, error: float | None, errors: dict[str, ND
     kinds = (q.kinds[best["q"]], k.kinds[best["k"]])
     layer.qk_norm = kinds[0] if kinds[0] == kinds[1] else " / ".join(kind or "none" for kind in kinds)
     layer.kv_heads = k.heads[best["k"]]
+    key = layer.keys["k"]
+    layer.kv_parts = key.parts if isinstance(key, weights.Key) else key[0].parts
     named = [f"W_{side} = {weights.describe(key)}" for side, key in layer.keys.items()]
     layer.state, layer.note = "verified", f"{', '.join(named)}; {how}"
     layer.due = any(best.values())  # proved, but the spectrum of this step was of the first guess

@@ -82,7 +82,8 @@ class Packed(NamedTuple):
 def held(reading: Reading, scalars: Iterable[str]) -> Held:
     """Without notes, which name measured errors, and without what only this rank needs for the next sample."""
     layers = tuple(
-        Layer(x.name, x.heads, x.kv_heads, x.head_dim, x.dtype, x.qk_norm, x.state, part=x.part) for x in reading.layers
+        Layer(x.name, x.heads, x.kv_heads, x.head_dim, x.dtype, x.qk_norm, x.state, part=x.part, kv_parts=x.kv_parts)
+        for x in reading.layers
     )
     return Held(layers, reading.measured, tuple(sorted(scalars)))
 
@@ -120,7 +121,8 @@ def _together(of_ranks: Sequence[tuple[int, Layer]], notes: Sequence[Mapping[str
     if any(layer.state != worst.state for _, layer in of_ranks):
         note = f"rank {number}: {note}"
     heads = max(layer.heads * layer.part[1] for _, layer in of_ranks)
-    return replace(worst, note=note, heads=heads, kv_heads=worst.kv_heads * worst.part[1], part=(0, 1))
+    kv_heads = worst.kv_heads * (worst.kv_parts or worst.part[1])
+    return replace(worst, note=note, heads=heads, kv_heads=kv_heads, part=(0, 1), kv_parts=1)
 
 
 def of_weights(reading: Reading) -> bool:

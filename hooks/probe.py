@@ -10,9 +10,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,10 +38,11 @@ from attnwatch.hooks.precision import computed_in, full_precision
 from attnwatch.hooks.statistics import ATTENTION, sample_rows, sample_sequences
 from attnwatch.hooks.tap import Frame, Seen, Tap
 from attnwatch.hooks.together import Together
+from attnwatch.hooks.transforms import is_mapped
 
 PATIENCE = 3  # failures of a layer: one side computation in a forward, such as a trace, is not the end of it
 _GOLDEN = 0.6180339887498949  # phases of successive samples fill [0, 1) evenly
-_ARMED: list[Probe] = []
+_ARMED: weakref.WeakSet[Probe] = weakref.WeakSet()  # what a model holds that is dropped goes with it
 KEPT = 2**28
 """Most bytes of weights that wait for the optimizer's step, and of matrices for their eigenvalues: a sample must not
 fill the memory that training needs. Of matrices four times as much on an accelerator, where what finds no room makes
@@ -103,7 +106,7 @@ class Probe:
         self._adapted: dict[str, Any] = {}
         self._owners: set[str] = set()
         self._local = threading.local()
-        self._interface = Interface(lambda: getattr(self._local, "tap", None))
+        self._interface = Interface(partial(getattr, self._local, "tap", None))  # stands in a list of all: not `self`
         self._eager = EagerStep()
         self._graph = GraphRoute(self) if graph else None
         self._lock = threading.Lock()
@@ -140,7 +143,7 @@ class Probe:
             ]
         self._interface.install()
         self._eager.start()
-        _ARMED.append(self)
+        _ARMED.add(self)
 
     def disarm(self) -> None:
         """Hooks off; idempotent."""
@@ -152,8 +155,7 @@ class Probe:
         self._names = {}
         self._interface.remove()
         self._eager.stop()
-        if self in _ARMED:
-            _ARMED.remove(self)
+        _ARMED.discard(self)
         self._unwind()
 
     def close(self) -> None:
@@ -208,7 +210,7 @@ class Probe:
     @property
     def counts(self) -> bool:
         """Whether the forward that runs now is one of training, and not the recomputation of a checkpoint."""
-        return self.model.training and not in_backward()
+        return self.model.training and not in_backward() and not is_mapped()
 
     @property
     def looking(self) -> bool:
@@ -220,9 +222,8 @@ class Probe:
 
     def gather(self, frame: Frame, seen: Seen, index: int) -> None:
         start = time.perf_counter()
-        name = frame.name or type(self.model).__name__
-        name = f"{name}#{index}" if index else name
-        if name in self._broken:
+        name = (frame.name or type(self.model).__name__) + (f"#{index}" if index else "")
+        if name in self._broken or 0 in (seen.attention.batch, seen.attention.queries, seen.attention.keys):
             return
         try:
             self._add(name, frame, seen)
@@ -289,12 +290,13 @@ class Probe:
             first = where not in self._broken and not self._failures[where]
             self._failures[where] += where not in self._broken
             self._broken.add(where)
+            layer = self.layers.get(where, Layer(where))
+            layer.due = self._failures[where] < PATIENCE  # the next sample says whether it works again
             if first:
                 reason = f"measuring failed and is off for this layer: {type(error).__name__}: "
                 reason += " ".join(str(error).split())[:300]
                 self._problems.append((where, reason))
-                if where in self.layers:
-                    self.layers[where].state, self.layers[where].note = "uncovered", reason
+                layer.state, layer.note = "uncovered", reason
 
     # --- after the step -----------------------------------------------------------------------------------------------
 
@@ -348,9 +350,9 @@ class Probe:
 
     def _unseen(self) -> list[Layer]:
         """Modules that look like attention, and in which no call was ever seen."""
-        names = [name.split("#")[0] for name in self.layers]
+        names, note = list(map(sites.module_of, self.layers)), "looks like attention, but no call was seen in it: "
         return [
-            Layer(name, note=f"looks like attention, but no call was seen in it: {self._reason()}")
+            Layer(name or type(self.model).__name__, note=note + self._reason())
             for name in sites.expected_sites(self.model)
             if not any(sites.inside(name, seen) or sites.inside(seen, name) for seen in names)
         ]
@@ -364,7 +366,7 @@ class Probe:
             return "torch.compiler.set_stance was called while the step ran; call it before watch()"
         if sites.is_compiled(self.model):
             return "the model is compiled, and hooks do not run inside a compiled graph"
-        return "no softmax over a product of queries and keys, no forward call of the module, or an unknown kernel"
+        return "no softmax over a product of queries and keys, no forward, an empty batch, vmap, or an unknown kernel"
 
 
 def observe(
@@ -383,7 +385,7 @@ def observe(
     visible) or float (added). causal: key j is visible to row i if `j <= i`. Call it inside the module's forward. Never
     raises.
     """
-    for probe in _ARMED:
+    for probe in list(_ARMED):
         probe.observe(module, Attention(q=q, k=k, scale=scale, mask=mask, causal=causal))
 
 

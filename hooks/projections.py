@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnwatch.hooks.shapes import bind
-from attnwatch.hooks.sites import is_leaf
+from attnwatch.hooks.sharded import local
+from attnwatch.hooks.sites import is_leaf, looks_like_attention
 from attnwatch.hooks.tap import CLOCK, Frame, Norm, Product, Tap
 
 _NORM = re.compile(r"norm|rms|l2", re.IGNORECASE)
@@ -31,10 +32,21 @@ def addmm(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
 
 def product(tap: Tap, source: Tensor, weight: Tensor, out: Tensor, name: str = "") -> None:
     """`source @ weight.t()` was computed."""
-    found = projected(tap.look, weight, out, name)
+    found = projected(tap.look, weight, out, name)._replace(parts=tap.parts)
     if tap.look:
-        found = _whole(found, source, tap.site.products)
+        found = _whole(_lasting(found, tap.frames), source, tap.site.products)
     tap.site.project([found])
+
+
+def _lasting(last: Product, frames: list[Frame]) -> Product:
+    """Of an attention layer's projection that is sharded by itself a copy: the weight is whole in its forward only."""
+    unit = frames[-1].module
+    inner = getattr(unit, "_fsdp_wrapped_module", unit)
+    is_sharded = inner is not unit or hasattr(unit, "_get_fsdp_state")
+    if not is_sharded or not is_leaf(inner) or len(frames) < 2 or not looks_like_attention(frames[-2].module):
+        return last
+    name = f"{frames[-1].name.rpartition('.')[2]}.weight"
+    return last._replace(weight=last.weight.clone(), name=last.name or name)
 
 
 def _whole(last: Product, source: Tensor, earlier: list[Product]) -> Product:
@@ -52,7 +64,7 @@ def projected(look: bool, weight: Tensor, out: Tensor, name: str = "") -> Produc
     """What a projection `[..., in] -> [..., out]` leaves behind; of its output only if the weights are looked at."""
     tokens = out.numel() // max(1, out.shape[-1])
     stride = max(1, tokens // 16) | 1  # odd: the rows fall on different positions of different sequences
-    rows = out.detach().reshape(tokens, -1)[::stride][:16].clone() if look else None
+    rows = out.detach().reshape(tokens, out.shape[-1])[::stride][:16].clone() if look else None
     made = out.detach() if look else None
     return Product(weight.detach(), out.shape[:-1], stride, rows, name, next(CLOCK), made)
 
@@ -72,7 +84,13 @@ def module_left(tap: Tap, frame: Frame, arguments: Any, output: Any) -> None:
 def repeatable(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """The forward of a norm layer that may be called again: of a copy, so that no buffer or counter of the model moves,
     and with the state of the random numbers put back."""
-    copied = copy.deepcopy(module)
+    # Tensors that stand for parameters, as sharded ones do while they are whole, are no leaves and refuse a deep copy.
+    parts = [
+        x
+        for part in module.modules()
+        for x in (*part._parameters.values(), *part._buffers.values(), *vars(part).values())
+    ]
+    copied = copy.deepcopy(module, {id(x): local(x).detach().clone() for x in parts if isinstance(x, Tensor)})
 
     def forward(x: Tensor) -> Tensor:
         devices = [x.device] if x.device.type == "cuda" else []
@@ -99,6 +117,7 @@ def _is_norm(frame: Frame, arguments: Any, output: Tensor) -> bool:
     name = type(frame.module).__name__
     return (
         not (frame.owner and not is_leaf(frame.module))  # a gain a head is a matrix too
+        and not hasattr(frame.module, "_get_fsdp_state")  # sharded by itself: its gain is in pieces again
         and not frame.products
         and bool(_NORM.search(name))
         and "dropout" not in name.lower()

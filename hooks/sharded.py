@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from attnwatch.hooks.tap import Tap
+from attnwatch.hooks.transforms import bare
 
 WHOLE = (0, 1)
 """Part 0 of 1."""
@@ -23,7 +24,7 @@ def is_sharded(x: object) -> bool:
 
 def local(x: Any) -> Any:
     """What this rank holds of a tensor; anything else as it is."""
-    return x.to_local() if is_sharded(x) else x
+    return x.to_local() if is_sharded(x) else bare(x) if isinstance(x, Tensor) else x
 
 
 def sharded(tap: Tap, handler: Callable[..., None], func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -37,7 +38,11 @@ def sharded(tap: Tap, handler: Callable[..., None], func: Any, args: Any, kwargs
         return
     if part != WHOLE:
         tap.site.part = part
-    handler(tap, func, [local(x) for x in args], {name: local(x) for name, x in kwargs.items()}, local(out))
+    tap.parts = part[1]
+    try:
+        handler(tap, func, [local(x) for x in args], {name: local(x) for name, x in kwargs.items()}, local(out))
+    finally:
+        tap.parts = 1
 
 
 _Given = list[tuple[set[int], Tensor]]

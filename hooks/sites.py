@@ -82,6 +82,11 @@ def inside(name: str, other: str) -> bool:
     return not other or name == other or name.startswith(f"{other}.")
 
 
+def module_of(layer: str) -> str:
+    """Name of the module; further calls of attention in one are layers of their own, `NAME#1` and so on."""
+    return re.sub("#[0-9]+$", "", layer)
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether torch.compile was applied to the model or to a part of it."""
     return any(
@@ -102,8 +107,14 @@ def looks_like_attention(module: nn.Module) -> bool:
 def expected_sites(model: nn.Module) -> list[str]:
     """Clean names of the innermost modules that look like attention and own weights."""
     owning = owners(model)
-    names = [name for name, module in hookable(model) if name in owning and looks_like_attention(module)]
+    called = [(name, module) for name, module in hookable(model) if not _only_holds(module)]
+    names = [name for name, module in called if name in owning and looks_like_attention(module)]
     return [name for name in names if not any(name != other and inside(other, name) for other in names)]
+
+
+def _only_holds(module: nn.Module) -> bool:
+    """Whether it is a list or a dictionary of modules, whatever these are called, and is never called itself."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
 def on_host(model: nn.Module) -> bool:

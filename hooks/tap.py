@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from attnwatch.hooks.attention import Attention
+from attnwatch.hooks.transforms import is_mapped, outside
 
 CLOCK = itertools.count(1)  # order of products and norms: a norm before a projection is not one of its output
 KEPT = 64  # products and norms remembered per frame: enough for any attention layer, bounded for a whole model
@@ -30,7 +31,8 @@ class Product(NamedTuple):
     """A projection as it was computed. weight: `[out, in]`, a view of the parameter. lead: shape of the tokens. rows:
     `[n, out]` of its output, every `stride`-th token from the first; None unless the weights are looked at. name: what
     to call it where it is no parameter. at: when, by CLOCK. made: the output itself, held so that a projection of it is
-    known as one; like rows None unless the weights are looked at."""
+    known as one; like rows None unless the weights are looked at. parts: into how many its output is split; this rank
+    holds one."""
 
     weight: Tensor
     lead: torch.Size
@@ -39,6 +41,7 @@ class Product(NamedTuple):
     name: str = ""
     at: int = 0
     made: Tensor | None = None
+    parts: int = 1
 
     @property
     def tokens(self) -> int:
@@ -149,6 +152,7 @@ class Tap(TorchFunctionMode):
         self.failed = failed
         self.choose = choose
         self.look = look
+        self.parts = 1  # of the whole call, one of which is looked at (sharded.py)
         self._mute = 0
         self._caller: FrameType | None = None  # the Python frame of the outermost forward
 
@@ -168,14 +172,15 @@ class Tap(TorchFunctionMode):
 
     def handle(self, handler: Callable[..., None], *call: Any) -> None:
         """Let a handler look at a call: the observer never breaks the observed."""
-        if self._mute or not self.frames:
+        if self._mute or not self.frames or is_mapped():
             return
         if not self.running():  # the forward was interrupted: what runs now is not the model
             self.frames.clear()
             return
         try:
-            with torch.no_grad(), torch._C.DisableTorchFunction():  # no mode, of another probe either, sees it
-                handler(self, *call)
+            # No mode, of another probe either, sees it.
+            with torch.no_grad(), torch._C.DisableTorchFunction(), outside(call) as plain:
+                handler(self, *plain)
         except Exception as error:
             self.failed(self.site.name, error)
 

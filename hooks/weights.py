@@ -26,7 +26,7 @@ MAX_CANDIDATES = 64
 
 class Key(NamedTuple):
     """Identity of a proved choice from step to step. projection, norm: which of those that the layer called (-1: none);
-    names do not tell them apart where weights are shared."""
+    names do not tell them apart where weights are shared. parts: into how many ranks split the projection's heads."""
 
     weight: str
     layout: str
@@ -34,6 +34,7 @@ class Key(NamedTuple):
     norm: int
     across: bool
     sequence_first: bool
+    parts: int
 
 
 class Candidate(NamedTuple):
@@ -188,7 +189,8 @@ def _candidates(shape: Shape, x: Tensor, frame: Frame) -> list[Candidate]:
     batch, _, length, d = x.shape
     names = {local(p).untyped_storage().data_ptr(): name for name, p in frame.module.named_parameters()}
     views = _views(frame.module)
-    products = list(enumerate(frame.products))
+    # A sharded weight may be gone by now, with the end of its own module's forward.
+    products = [(i, product) for i, product in enumerate(frame.products) if product.weight.untyped_storage().nbytes()]
     named = [(i, product, _name(product, names, views)) for i, product in products if product.tokens == batch * length]
     named.sort(key=lambda entry: not _says(shape.side, entry[2]))
     found: list[tuple[int, Candidate]] = []
@@ -202,7 +204,7 @@ def _candidates(shape: Shape, x: Tensor, frame: Frame) -> list[Candidate]:
                 if norm is not None and norm.size not in ((whole,) if across else (0, layout.size, whole)):
                     continue
                 for late, sequence_first in enumerate(orders if batch > 1 and length > 1 else (False,)):
-                    key = Key(name, layout.label, i, at, across, sequence_first)
+                    key = Key(name, layout.label, i, at, across, sequence_first, product.parts)
                     rarity = rank + 4 * late + 8 * (at == len(frame.norms))  # a norm that nothing tells of comes last
                     found.append((rarity, Candidate(key, product, layout, norm)))
     return [candidate for _, candidate in sorted(found, key=lambda entry: entry[0])]

@@ -50,6 +50,11 @@ def step_number(given: Any, following: int, problem: Callable[[str, str], None])
 def plain(name: str, value: Any, problem: Callable[[str, str], None]) -> Any:
     """A float; or a tensor of an accelerator, kept until the next sample so that nothing waits for the device."""
     is_tensor = hasattr(value, "detach")
+    if type(value).__name__ == "DTensor":  # as FSDP gives the norm of its gradients
+        if not all(placement.is_replicate() for placement in value.placements):
+            problem(name, "expected a number, found a part of one that several ranks hold; pass its .full_tensor()")
+            return math.nan  # putting it together is a collective, which other ranks may not join
+        value = value.to_local()
     if is_tensor and value.numel() != 1:
         problem(name, f"expected a scalar, found a tensor of shape {list(value.shape)}; pass its mean")
         return math.nan

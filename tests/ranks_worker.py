@@ -126,12 +126,25 @@ def fsdp_accumulated(watching: Watching) -> list[Tensor]:
     return train(shard(decoder(), mesh=mesh), mine(), watching, partial(accumulate, synced))
 
 
-def fsdp_flat(watching: Watching) -> list[Tensor]:
+def fsdp_each_projection(watching: Watching) -> list[Tensor]:
+    """Queries' weights are in pieces again when attention is called."""
+    mesh, model = init_device_mesh("cpu", (dist.get_world_size(),)), decoder()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            fully_shard(module, mesh=mesh)
+    return train(shard(model, mesh=mesh), mine(), watching)
+
+
+def fsdp_flat(watching: Watching, unit: type[nn.Module] = Block) -> list[Tensor]:
     """The first FSDP: the parameters of a block are one flat tensor outside of its forward."""
     model = FullyShardedDataParallel(
-        decoder(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu")
+        decoder(), auto_wrap_policy=ModuleWrapPolicy({unit}), device_id=torch.device("cpu")
     )
     return train(model, mine(), watching)
+
+
+def fsdp_flat_each_projection(watching: Watching) -> list[Tensor]:
+    return fsdp_flat(watching, nn.Linear)
 
 
 def fsdp_hybrid(watching: Watching) -> list[Tensor]:
@@ -258,8 +271,8 @@ def several_stages(watching: Watching, kind: Any, numbers: tuple[int, ...]) -> l
 Way = Callable[[Watching], list[Tensor]]
 OF_TWO: tuple[Way, ...] = (
     ddp, ddp_no_sync, ddp_static_graph, ddp_compiled, fsdp, fsdp_kept, fsdp_bfloat16, fsdp_checkpointed,
-    fsdp_accumulated, fsdp_flat, tensor_parallel, sequence_and_loss_parallel, pipeline, pipeline_1f1b, pipeline_traced,
-    pipeline_interleaved, pipeline_in_v,
+    fsdp_accumulated, fsdp_each_projection, fsdp_flat, fsdp_flat_each_projection, tensor_parallel,
+    sequence_and_loss_parallel, pipeline, pipeline_1f1b, pipeline_traced, pipeline_interleaved, pipeline_in_v,
 )  # fmt: skip
 OF_FOUR: tuple[Way, ...] = (fsdp_hybrid, fsdp_and_tensor_parallel, ddp_over_tensor_parallel)
 RANKS = {**{way.__name__: 2 for way in OF_TWO}, **{way.__name__: 4 for way in OF_FOUR}}

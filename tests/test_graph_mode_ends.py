@@ -22,7 +22,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
 import attnwatch
-from attnwatch.hooks import insertion
+from attnwatch.hooks import graph, insertion
 from attnwatch.hooks.probe import Probe
 
 pytestmark = pytest.mark.filterwarnings(*NOISE)
@@ -182,6 +182,21 @@ def test_the_compilers_modes_and_copies_of_the_model(probes: Any) -> None:
     learn(whole(model, mode="reduce-overhead"), tokens())
     learn(whole(copy.deepcopy(model)), 3 * tokens())
     np.testing.assert_allclose(probe.finish().values, expected.values, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_stand_where_those_of_another_layer_stood(probes: Any) -> None:
+    """As sharded ones do, which are whole in turn while their layer runs, and are given the same memory for it."""
+    model = tower()
+    route = probes(model)._graph
+    route._look_around()
+    first, second = (layer.get_submodule("q_proj").weight for layer in model.layers)
+    first.data, second.data = torch.empty_like(first), first.data
+
+    def layer_of(weight: Tensor) -> Any:
+        q = torch.ones(1, 1, 1, 1)
+        return route._layer_of(graph.Call(q, q, q, q, None, None, False, False, [], [], [], [], [weight], [], 0))
+
+    assert [layer_of(second), layer_of(first)] == [NAMES[1], NAMES[0]]
 
 
 def test_what_is_no_longer_watched_is_freed(probes: Any) -> None:

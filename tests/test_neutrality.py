@@ -24,6 +24,8 @@ from torch.overrides import _get_current_function_mode_stack
 
 import attnwatch
 from attnwatch import Monitor
+from attnwatch.hooks.compiled import EagerStep
+from attnwatch.hooks.huggingface import Interface
 from attnwatch.hooks.probe import Probe
 
 
@@ -239,6 +241,22 @@ def test_the_model_is_freed(tmp_path: Path) -> None:
     assert dropped() is None
     run = attnwatch.open_run(tmp_path / "dropped")
     assert (run.steps.tolist(), run.ended) == ([0], True)
+
+
+def test_a_model_that_holds_its_monitor_is_freed(tmp_path: Path) -> None:
+    """As a trainer's module does that keeps it in an attribute. Dropped in a sampled step, with all its hooks: what is
+    compiled elsewhere in the process runs compiled again."""
+    model = decoder()
+    model.monitor = watched(model, tmp_path)  # type: ignore[assignment]
+    model(tokens()).sum().backward()
+    assert EagerStep.runs()
+    dropped = weakref.ref(model)
+    del model
+    gc.collect()
+    assert dropped() is None
+    assert not EagerStep.runs()
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert not Interface._installed
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

@@ -130,6 +130,21 @@ def test_norms_of_every_head(name: str, kv: int, start: bool) -> None:
     assert_bound(reading, D**-0.5 * D * g_q.abs().amax(-1) * peak_k)
 
 
+def test_gains_that_are_views_of_a_flat_parameter() -> None:
+    """As FullyShardedDataParallel makes them for the forward: no leaves, and so refused by a deep copy of the norm."""
+    modules = {name: perturbed(UnitOffsetRMSNorm(D)) for name in ("q_norm", "k_norm")}
+    flat = nn.Parameter(torch.cat([module.weight.detach() for module in modules.values()]))
+    for module, view in zip(modules.values(), flat.split(D), strict=True):
+        del module.weight
+        module.weight = view
+    weights = parts()
+    reading = sampled(Model(Mixer(weights, causal, normed, modules)), tokens())
+    assert reading.problems == ()
+    assert layer_of(reading).qk_norm == "rms per head"
+    g_q, g_k = (1 + module.weight.detach()[:, None] for module in modules.values())
+    assert_spectrum(reading, weights.q * g_q, weights.k * g_k)
+
+
 def test_norms_before_heads_are_moved() -> None:
     modules = {"q_norm": perturbed(nn.RMSNorm(D)), "k_norm": perturbed(nn.RMSNorm(D))}
     weights = parts()

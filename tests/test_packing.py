@@ -121,6 +121,15 @@ def test_heads_that_are_split_stand_where_they_belong() -> None:
     assert (whole.heads, whole.kv_heads, whole.part) == (4, 4, (0, 1))
 
 
+@pytest.mark.parametrize(("kv_parts", "kv_heads"), [(0, 4), (1, 2), (2, 4)])
+def test_key_heads_that_every_rank_has_are_counted_once(kv_parts: int, kv_heads: int) -> None:
+    """Two of four heads each, on two key heads; while nothing is known of these they count as split too."""
+    pairs = np.zeros((2, len(ATTENTION), 1, 2))
+    ranks = [reading([layer(heads=2, part=(rank, 2), kv_parts=kv_parts)], pairs) for rank in range(2)]
+    (whole,) = together(ranks)[0].layers
+    assert (whole.heads, whole.kv_heads) == (4, kv_heads)
+
+
 def test_layers_that_are_split_stand_in_the_order_of_ranks() -> None:
     """Of unequal width; a rank that looks at a layer of another and sees no call in it does not hide it."""
     unseen = layer("b", heads=0, state="uncovered")

@@ -308,6 +308,49 @@ def test_functional_call() -> None:
     assert_spectrum(reading, other.q, other.k)
 
 
+def test_an_empty_batch_is_no_failure() -> None:
+    """Nor are its rows any; beside others it is not noticed, alone it is named."""
+    model, x = Stack(), tokens()
+    probe = Probe(model, rows=None, sequences=1000)
+    for parts_of_batch in ([x, x[:0]], [x[:0]], [x]):
+        probe.arm(look=True)
+        for part in parts_of_batch:
+            model(part).sum().backward()
+        reading = probe.finish()
+        assert [layer.state for layer in reading.layers] == ["verified", "verified"]
+        assert [where for where, _ in reading.problems] == (["model"] if len(parts_of_batch[0]) == 0 else [])
+    twin(reading, sampled(Stack(), x))
+
+
+def test_a_failure_that_passes_costs_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer is asked to be looked at again; one that goes on failing is not, or all looks would be for it."""
+    model, works = Stack(), Probe._add
+    probe = Probe(model)
+
+    def reads(broken: bool) -> Any:
+        monkeypatch.setattr(Probe, "_add", _fails_after(works) if broken else works)
+        probe.arm(look=probe.due or not probe.layers)
+        model(tokens()).sum().backward()
+        return probe.finish()
+
+    reads(False)
+    assert [layer.state for layer in reads(True).layers] == ["uncovered", "uncovered"]
+    assert probe.due
+    assert [layer.state for layer in reads(False).layers] == ["verified", "verified"]
+    assert not probe.due
+    for _ in range(2):
+        reads(True)
+    assert not probe.due
+
+
+def _fails_after(works: Any) -> Any:
+    def add(probe: Probe, *call: Any) -> None:
+        works(probe, *call)
+        raise MemoryError
+
+    return add
+
+
 def test_copies_take_no_hooks_along() -> None:
     """An EMA copy made in a sampled step, or a saved model, tells nothing; the original still does."""
     model = nn.Sequential(nn.Linear(E, E), nn.TransformerEncoderLayer(E, H, 8, batch_first=True)).train()

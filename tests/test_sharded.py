@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from attnwatch.hooks.projections import linear
 from attnwatch.hooks.sharded import sharded
 from attnwatch.hooks.tap import Frame, Tap
+from attnwatch.monitor.scalars import plain
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,22 @@ def spread(mesh: DeviceMesh, placement: Placement, *shape: int) -> DTensor:
 HEADS, BATCH, POSITIONS = Shard(1), Shard(0), Shard(2)
 
 
+def test_a_scalar_on_several_ranks_is_read_where_it_is_whole(mesh: DeviceMesh) -> None:
+    """As the norm of sharded gradients is. In parts it is named: to put it together all ranks would have to help."""
+    named: list[tuple[str, str]] = []
+    whole, parts = (
+        DTensor.from_local(torch.tensor(3.0), mesh, [at], run_check=False) for at in (Replicate(), Partial())
+    )
+    assert plain("grad_norm", whole, lambda *problem: named.append(problem)) == 3.0
+    assert named == []
+    assert math.isnan(plain("grad_norm", parts, lambda *problem: named.append(problem)))
+    ((where, text),) = named
+    assert where == "grad_norm"
+    assert text.endswith("pass its .full_tensor()")
+    held = plain("grad_norm", whole.to("meta"), lambda *problem: named.append(problem))
+    assert type(held) is Tensor  # of a device, until the next sample: it travels with the numbers of hooks
+
+
 def test_a_projection_split_by_its_output_is_a_projection_of_some_heads(mesh: DeviceMesh) -> None:
     x, weight = spread(mesh, Replicate(), 2, 3, 8), spread(mesh, Shard(0), 4, 8)
     found = seen(F.linear, spread(mesh, Shard(2), 2, 3, 4), x, weight)
@@ -49,6 +68,17 @@ def test_a_projection_split_by_its_output_is_a_projection_of_some_heads(mesh: De
     assert [tuple(each.shape) for each in found[0]] == [(2, 3, 8), (4, 8), (2, 3, 4)]
     assert not any(isinstance(each, DTensor) for each in found[0])
     assert found[1] == (1, 2)
+
+
+@pytest.mark.parametrize(("placement", "parts"), [(Shard(0), 2), (Replicate(), 1)])
+def test_a_projection_knows_whether_it_is_split(placement: Placement, parts: int, mesh: DeviceMesh) -> None:
+    """The keys of multi-query attention are whole on every rank, next to queries that are not."""
+    tap = Tap({}, lambda *_: None, lambda *_: None, list, True)
+    tap.frames.append(Frame("site", nn.Identity(), True))
+    x, w = spread(mesh, Replicate(), 2, 3, 8), spread(mesh, placement, 4, 8)
+    sharded(tap, linear, F.linear, (x, w), {}, F.linear(x, w))
+    linear(tap, F.linear, (torch.ones(2, 8), torch.ones(4, 8)), {}, torch.ones(2, 4))  # of another call
+    assert [product.parts for product in tap.site.products] == [parts, 1]
 
 
 def test_a_projection_whose_sum_is_split_is_not_looked_at(mesh: DeviceMesh) -> None:

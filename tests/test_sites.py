@@ -126,6 +126,52 @@ def test_an_unseen_layer_is_listed_beside_the_seen() -> None:
     assert reading.measured == ("1",)
 
 
+def test_a_dictionary_of_projections_is_no_layer_that_stayed_unseen() -> None:
+    """Nobody calls it; the attention is that of the module around it, and it is looked for there."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made = nn.ModuleDict({name: nn.Linear(E, E) for name in "qkv"})
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (self.made[name](x).unflatten(-1, (H, -1)).transpose(1, 2) for name in "qkv")
+            return F.scaled_dot_product_attention(q, k, v)
+
+    assert [(x.name, x.state) for x in sampled(Attention(), tokens()).layers] == [("Attention", "verified")]
+    assert sites.expected_sites(nn.Sequential(Attention())) == ["0"]
+
+
+def test_a_module_may_be_called_as_further_calls_are() -> None:
+    """`#c` and `a#1x` are names of modules, `a#1` the second call in `a`: all are seen, none is told to be missing."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.ModuleDict({name: Mixer(parts()) for name in ("#c", "a#1x", "a")})
+
+        def forward(self, x: Tensor) -> Tensor:
+            for name in ("#c", "a#1x", "a", "a"):
+                x = x + self.attention[name](x)
+            return x
+
+    found = {layer.name: layer.state for layer in sampled(Named(), tokens()).layers}
+    assert found == dict.fromkeys((f"attention.{name}" for name in ("#c", "a#1x", "a", "a#1")), "verified")
+
+
+def test_the_model_itself_has_a_name_where_it_is_unseen() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj = nn.Linear(E, E)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.q_proj(x)
+            return out
+
+    assert [(x.name, x.state) for x in sampled(Attention(), tokens()).layers] == [("Attention", "uncovered")]
+
+
 def test_names_of_layers() -> None:
     layer = nn.TransformerDecoderLayer(E, H, 8)
     assert sites.expected_sites(nn.TransformerDecoder(layer, 2)) == [
