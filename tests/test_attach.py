@@ -138,3 +138,17 @@ def test_what_cannot_be_watched_is_said_and_the_process_trains_on(shell: Shell, 
         trainee.train(2)
         trainee.end()
     assert {name: trainee.left[name] for name in CLEAN} == CLEAN
+
+
+def test_a_script_that_was_started_watched_and_holds_no_attention_can_be_let_go(shell: Shell, tmp_path: Path) -> None:
+    before = ["-m", "attnwatch", "run", "-o", tmp_path / "run"]
+    with Trainee(shell, tmp_path / "watched", "without_attention", "--arm", before=before) as trainee:
+        trainee.train(2)
+        assert "watched in no directory yet; detach first" in shell.refuses("attach", trainee.pid)
+        said = shell.says("detach", trainee.pid)
+        assert said.startswith("nothing was watched: expected a model with attention in training, found 0  Linear")
+        assert "expected a model with attention" in shell.refuses("attach", trainee.pid)
+        trainee.train(2)
+        trainee.end()
+    assert {name: trainee.left[name] for name in CLEAN} == CLEAN
+    assert not (tmp_path / "run").exists()

@@ -152,3 +152,35 @@ def test_modules_that_are_not_whole_stand_in_nobodys_way() -> None:
     trained = [each for each in find().trained if optimizer in each.optimizers]
     assert [(each.model, each.parameters) for each in trained] == [(model, parameters)]
     assert type(unmade) is Unmade
+
+
+class NoHash(type):
+    def __hash__(cls) -> int:
+        raise TypeError("no hash")
+
+
+class Unhashable(metaclass=NoHash):
+    """A class that can be in no set."""
+
+
+class Asks(nn.Module):
+    def parameters(self, which: str) -> list[nn.Parameter]:  # type: ignore[override]
+        return []
+
+
+class Closed(nn.Module):
+    def __getattribute__(self, name: str) -> object:
+        raise RuntimeError("not yet")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_what_the_classes_of_others_do_when_asked_stands_in_nobodys_way() -> None:
+    """They cannot be hashed, have a `parameters` of their own, or answer nothing."""
+    closed = object.__new__(Closed)
+    object.__setattr__(closed, "__dict__", dict(vars(nn.Module())))
+    others = [Asks(), closed, [Unhashable()]]
+    model = decoder()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    assert [each.model for each in find().trained if optimizer in each.optimizers] == [model]
+    assert len(others) == 3

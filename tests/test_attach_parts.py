@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
@@ -108,43 +107,6 @@ def test_what_was_put_around_backward_since_stays(monkeypatch: pytest.MonkeyPatc
 
 
 # --- when -------------------------------------------------------------------------------------------------------------
-
-
-def test_hooks_come_and_go_while_another_thread_makes_steps() -> None:
-    """torch walks over its dictionary of hooks in every step, and would raise if it changed meanwhile."""
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    optimizer = SGD([parameter], lr=0.1)
-    register = import_module("torch.optim.optimizer").register_optimizer_step_post_hook
-    before = len(HOOKS)
-    users = [register(lambda *_: time.sleep(1e-4)) for _ in range(9)]  # where threads switch
-    failures: list[Exception] = []
-    stop = threading.Event()
-
-    def train() -> None:
-        try:
-            while not stop.is_set():
-                optimizer.step()
-                time.sleep(1e-4)
-        except Exception as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        for turn in range(20):
-            time.sleep(turn % 5 * 3e-4)  # so that it comes at all points of a step
-            crossing = Crossing()
-            crossing.open()
-            assert crossing.ask(lambda each: each is optimizer, lambda: bool(failures))
-            crossing.close()
-    finally:
-        stop.set()
-        thread.join()
-        for user in users:
-            user.remove()
-    assert failures == []
-    assert len(HOOKS) == before
 
 
 def test_a_hook_comes_and_goes_while_a_closure_trains_inside_a_step() -> None:
@@ -360,6 +322,33 @@ def test_a_model_that_nothing_trains_any_more_is_let_go_when_another_comes(watch
     assert [each.model for each in watcher.watched] == [model]
     assert attnwatch.open_run(tmp_path / "run").ended
     assert not attnwatch.open_run(tmp_path / "run-2").ended
+
+
+def test_an_optimizer_for_every_batch_does_not_have_the_process_searched_each_time(
+    watcher: Watcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As scripts have that train an input, or a copy of the model. With no time to spare only the first is looked at;
+    steps and losses of the model are counted as ever. With time, the next one is."""
+    looks: list[int] = []
+    monkeypatch.setattr(WATCHER, "find", lambda: looks.append(1) or find()._replace(scaled=False))
+    monkeypatch.setattr(WATCHER, "_FREE", -1.0)
+    torch.manual_seed(0)
+    model = decoder()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for turn in range(4):
+        trained(model, [optimizer], 1)
+        if turn == 3:
+            monkeypatch.setattr(WATCHER, "_FREE", 1e6)
+        noise = torch.full((1,), 1e9, requires_grad=True)
+        inner = SGD([noise], lr=0.1)
+        noise.sum().backward()
+        inner.step()
+    assert len(looks) == 2
+    watcher.close()
+    run = attnwatch.open_run(tmp_path / "run")
+    steps, losses = run.scalar("loss")
+    assert run.steps.tolist() == steps.tolist() == [1, 2, 3]
+    assert losses.max() < 1e6
 
 
 def test_a_directory_that_cannot_be_written_is_named_once_and_training_goes_on(

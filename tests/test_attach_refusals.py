@@ -17,6 +17,7 @@ import pytest
 from tests.attaching import COMMAND, SCRIPT, Shell
 
 import attnwatch
+from attnwatch.monitor.attach.wire import socket_path
 
 READY = "print('ready', flush=True)"
 ARMED = "from attnwatch.monitor.attach.armed import arm; arm()"
@@ -58,6 +59,17 @@ def test_a_zombie(shell: Shell, wait_for: Callable[..., Any]) -> None:
 def test_what_is_no_python(shell: Shell) -> None:
     with subprocess.Popen(["sleep", "600"]) as process:
         assert "expected a Python process, found" in shell.refuses("attach", process.pid)
+        process.kill()
+
+
+def test_a_python_before_ours(shell: Shell, tmp_path: Path) -> None:
+    """A program of that name, which the line is about."""
+    old = tmp_path / "python3.10"
+    shutil.copy("/bin/sleep", old)
+    with subprocess.Popen([old, "600"]) as process:
+        assert f"expected Python 3.11 or later, found {process.pid} running 3.10" in shell.refuses(
+            "attach", process.pid, "--unsafe"
+        )
         process.kill()
 
 
@@ -213,7 +225,8 @@ def test_a_detach_where_nothing_was_attached(shell: Shell) -> None:
 
 def test_options_are_checked_before_anything_is_done(shell: Shell) -> None:
     timeouts = [["--timeout", text] for text in ("0", "-1", "nan", "inf", "soon")]
-    for options in (["--every", "0"], ["--rules", "no.toml"], ["--run", ""], *timeouts):
+    file, port = ["--run", f"{__file__}/run"], ["--prometheus", "65536"]
+    for options in (["--every", "0"], ["--rules", "no.toml"], ["--run", ""], file, port, *timeouts):
         assert "expected" in shell.refuses("attach", os.getpid(), *options)
 
 
@@ -221,7 +234,7 @@ def test_the_socket_is_private(shell: Shell) -> None:
     """A file of mode 0600 in a directory of mode 0700; gone when the process ends by itself."""
     folder = Path(shell.environment["XDG_RUNTIME_DIR"], f"attnwatch-{os.geteuid()}")
     with script(shell, ARMED, "input()", stdin=subprocess.PIPE) as process:
-        socket = folder / f"{process.pid}.sock"
+        socket = socket_path(folder, process.pid)
         assert [path.stat().st_mode & 0o777 for path in (folder, socket)] == [0o700, 0o600]
         process.communicate("\n")
     assert list(folder.iterdir()) == []
@@ -252,7 +265,7 @@ def test_a_runtime_directory_that_is_of_no_use_is_passed_over(shell: Shell, tmp_
     for useless in (tmp_path / "gone", tmp_path / ("x" * 100), "here"):
         shell.environment |= {"XDG_RUNTIME_DIR": str(useless), "TMPDIR": temporary}
         with script(shell, ARMED, "input()", stdin=subprocess.PIPE) as process:
-            assert Path(temporary, f"attnwatch-{os.geteuid()}", f"{process.pid}.sock").exists()
+            assert socket_path(Path(temporary, f"attnwatch-{os.geteuid()}"), process.pid).exists()
             assert "nothing watched in it" in shell.refuses("detach", process.pid)
             process.communicate("\n")
 
@@ -262,9 +275,19 @@ def test_what_a_killed_process_left_is_removed(shell: Shell) -> None:
         process.kill()
         process.wait()
     folder = Path(shell.environment["XDG_RUNTIME_DIR"], f"attnwatch-{os.geteuid()}")
-    assert [path.name for path in folder.iterdir()] == [f"{process.pid}.sock"]
+    assert list(folder.iterdir()) == [socket_path(folder, process.pid)]
     with script(shell, ARMED, FOREVER) as other:
-        assert [path.name for path in folder.iterdir()] == [f"{other.pid}.sock"]
+        assert list(folder.iterdir()) == [socket_path(folder, other.pid)]
+
+
+def test_sockets_of_another_container_are_left_alone(shell: Shell) -> None:
+    """It may share the directory, not the numbers of processes: a number that nobody has here may live there."""
+    folder = Path(shell.environment["XDG_RUNTIME_DIR"], f"attnwatch-{os.geteuid()}")
+    folder.mkdir(mode=0o700)
+    theirs = folder / f"{2**22}-1.sock"
+    theirs.touch()
+    with script(shell, ARMED, FOREVER) as process:
+        assert set(folder.iterdir()) == {theirs, socket_path(folder, process.pid)}
 
 
 def test_arming_loads_no_torch_and_holds_no_signal(shell: Shell) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,6 +51,20 @@ class Rows(Dataset):
 if __name__ == "__main__":
     rows = DataLoader(Rows(), batch_size=2, num_workers=1, multiprocessing_context="spawn")
     print(torch.cat(list(rows)).tolist())
+"""
+
+RUNS = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+FORKS = """\
+import os, runpy, sys
+
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+sys.argv = [sys.argv[1], "plain", sys.argv[2], "3"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    os._exit(0)
 """
 
 
@@ -241,12 +256,41 @@ def test_of_several_ranks_the_first_is_watched(shell: Shell, tmp_path: Path) -> 
 
 def test_wrong_use_is_one_line_before_the_script_starts(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "asks.py").write_text("print('started')")
+    place = "expected a place for .*, found .*asks.py, which is no directory"
+    assert re.search(place, shell.refuses("run", "-o", "asks.py/x/run", "asks.py", cwd=tmp_path))
+    assert "expected a port from 0 to 65535" in shell.refuses("run", "--prometheus", "65536", "asks.py", cwd=tmp_path)
     for options in (["--every", "0"], ["--rules", "no.toml"], ["--run", ""], ["--compiled", "no"]):
         shell.refuses("run", *options, "asks.py", cwd=tmp_path)
     deaf = [sys.executable, "-E", "-m", "attnwatch", "run", "asks.py"]
     done = subprocess.run(deaf, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "found -E, -I or -S" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["-um", "attnwatch"], ["-umattnwatch"], ["-u", "-mattnwatch"]])
+def test_flags_in_one_word_with_the_module_are_kept_without_it(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "says.py").write_text("import json, sys; print(json.dumps(sys.orig_argv[1:]))")
+    command = [sys.executable, "-B", *words, "run", "says.py", "-u"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert json.loads(done.stdout) == ["-B", "-u", "says.py", "-u"]
+
+
+def test_forked_processes_that_load_torch_first_are_not_watched(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "forks.py").write_text(FORKS)
+    done = shell.run("run", "-o", "run", "forks.py", SCRIPT, tmp_path, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "attnwatch: nothing was watched: no optimizer took a step\n")
+    assert (tmp_path / "losses").read_text().count("\n") == 3
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_could_not_be_watched_is_named_again_at_the_end(shell: Shell, tmp_path: Path) -> None:
+    """Here the place of the run is taken by a file after the start."""
+    (tmp_path / "blocks.py").write_text(f"open('place', 'w').close()\n{RUNS}")
+    done = shell.run("run", "-o", "place/run", "blocks.py", SCRIPT, "plain", tmp_path, "2", cwd=tmp_path)
+    first, last = done.stderr.splitlines()
+    assert first.startswith("attnwatch: Decoder is not watched: expected a new or empty directory")
+    assert last == first.replace("Decoder", "nothing was watched: Decoder")
+    assert done.returncode == 0
 
 
 def test_a_script_without_attention_is_named_at_its_end(shell: Shell, tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ meanwhile: the hook is put on and taken off while no thread is at the end of an 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
 from typing import Any, TypeVar
@@ -106,14 +108,37 @@ class _Asked:
 
 
 def _between_hooks(change: Callable[[], T]) -> T:
-    """A thread that has just begun to run goes on for milliseconds: nothing begins between look and change."""
+    """`change`, done while no thread can be at the hooks: nothing else runs between the look and the change."""
     end = time.monotonic() + _PATIENCE
-    while True:
+    while time.monotonic() < end:
+        with _alone():
+            if not any(map(_calls_hooks, _steps_under_way())):
+                return change()
         time.sleep(0.001)
-        if not any(map(_calls_hooks, _steps_under_way())):
-            return change()
-        if time.monotonic() > end:
-            raise TimeoutError(f"optimizer steps left no gap in {_PATIENCE:g} s")
+    raise TimeoutError(f"optimizer steps left no gap in {_PATIENCE:g} s")
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """For 0.1 s no other thread is given the interpreter's lock, unless by what calls for it here.
+
+    Who asks for the lock waits for the switch interval, counted anew when another one has had it: it is set before the
+    pause, in which the lock changes hands, since a shorter one may run already. A collection might run finalizers,
+    which may hand the lock over.
+    """
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(0.1)
+    try:
+        time.sleep(0.001)
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+    finally:
+        sys.setswitchinterval(interval + 5e-7)  # Python rounds down to whole microseconds
 
 
 def _steps_under_way() -> Iterator[FrameType]:

@@ -50,13 +50,17 @@ class Found(NamedTuple):
 def find() -> Found:
     """Models that an optimizer trains, the largest first. Call it between two steps."""
     objects = _live(nn.Module, Optimizer, torch.amp.GradScaler, Monitor)
+
+    def live(kind: type) -> list[Any]:
+        return [x for x in objects if issubclass(type(x), kind)]
+
     # A module whose class forgot, or has not yet reached, the constructor has none of the attributes of one.
-    modules = [x for x in objects if isinstance(x, nn.Module) and "_modules" in vars(x)]
+    modules = [x for x in live(nn.Module) if "_modules" in _attributes(x)]
     # Wrappers as Accelerate's are optimizers by class only: their steps call the step of the real one.
-    optimizers = [x for x in objects if isinstance(x, Optimizer) and "_optimizer_step_post_hooks" in vars(x)]
-    scaled = any(isinstance(x, torch.amp.GradScaler) and x.is_enabled() for x in objects)
+    optimizers = [x for x in live(Optimizer) if "_optimizer_step_post_hooks" in _attributes(x)]
+    scaled = any(x.is_enabled() for x in live(torch.amp.GradScaler))
     # A closed monitor has let go of its probe.
-    probes = [vars(x)["_probe"] for x in objects if isinstance(x, Monitor) and "_probe" in vars(x)]
+    probes = [_attributes(x)["_probe"] for x in live(Monitor) if "_probe" in _attributes(x)]
     probed = {id(_unwrapped(probe.model)) for probe in probes}
     trained = trained_models(modules, optimizers)
     return Found(tuple(each._replace(is_watched=id(each.model) in probed) for each in trained), scaled)
@@ -64,11 +68,17 @@ def find() -> Found:
 
 def _live(*kinds: type) -> list[Any]:
     """Every live object of these types and of those derived from them."""
-    fitting = {kind for base in kinds for kind in _derived(base)}
-    found = {id(x): x for x in gc.get_objects() if type(x) in fitting}
+    fitting = {id(kind) for base in kinds for kind in _derived(base)}  # others' classes may have a hash that fails
+    found = {id(x): x for x in gc.get_objects() if id(type(x)) in fitting}
     if gc.get_freeze_count():  # a trainer that froze the collector's heap hides what was made before
-        found |= {id(x): x for x in _in_frames() if type(x) in fitting}
+        found |= {id(x): x for x in _in_frames() if id(type(x)) in fitting}
     return list(found.values())
+
+
+def _attributes(x: object) -> dict[str, Any]:
+    """Of a module, an optimizer, ...: past what its class does when it is asked."""
+    found: dict[str, Any] = object.__getattribute__(x, "__dict__")
+    return found
 
 
 def _derived(kind: type) -> Iterator[type]:
@@ -86,7 +96,7 @@ def _in_frames() -> Iterator[object]:
             yield from values
             for value in values:
                 with suppress(AttributeError):
-                    yield from tuple(object.__getattribute__(value, "__dict__").values())
+                    yield from tuple(_attributes(value).values())
 
 
 def trained_models(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[Trained]:
@@ -95,7 +105,7 @@ def trained_models(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     The model is the outermost module, except that of several which lie apart in one (a generator and its
     discriminator) each that holds attention is a model of its own.
     """
-    children = {id(child) for module in modules for child in module._modules.values()}
+    children = {id(child) for module in modules for child in _attributes(module)["_modules"].values()}
     roots = [module for module in modules if id(module) not in children]
     homes: dict[int, tuple[nn.Module, list[Optimizer]]] = {}
     for optimizer in optimizers:
@@ -117,7 +127,10 @@ def _numel(parameter: Tensor) -> int:
 
 def _within(module: nn.Module, wanted: dict[int, int]) -> int:
     """How many of the wanted numbers belong to the module."""
-    return sum(wanted.get(id(parameter), 0) for parameter in module.parameters())
+    try:
+        return sum(wanted.get(id(parameter), 0) for parameter in module.parameters())
+    except Exception:  # other people's modules have a `parameters` of their own: what fails is not in training
+        return 0
 
 
 def _size(module: nn.Module) -> tuple[int, int]:

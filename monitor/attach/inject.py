@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -214,7 +215,7 @@ def _failed(found: dict[str, object]) -> str:
         return f"expected the process to load attnwatch, found {found['error']}"
     return (
         f"expected attnwatch in the Python of the process, found none; install it: "
-        f"{found['python']} -m pip install {_source()}"
+        f"{shlex.join([str(found['python']), '-m', 'pip', 'install', _source()])}"
     )
 
 

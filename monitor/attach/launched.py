@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -44,7 +45,7 @@ def begin() -> None:
         os.environ["PYTHONPATH"] = asked["path"]
     sys.path[:] = [path for path in sys.path if Path(path) != STARTUP]
     if asked["process"] == os.getpid():
-        sys.meta_path.insert(0, AfterImport("torch", lambda: _safely(_watch, asked["wanted"])))
+        sys.meta_path.insert(0, AfterImport("torch", partial(_safely, _watch, asked["wanted"], asked["process"])))
         atexit.register(_say_if_nothing, os.getpid())
     # Where there is none, the ImportError tells Python that, as ever, and has it forget ours.
     del sys.modules["sitecustomize"]
@@ -88,8 +89,10 @@ def _safely(work: Callable[..., None], *arguments: Any) -> None:
         say(f"nothing is watched: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
-def _watch(wanted: dict[str, Any]) -> None:
-    """torch is there: wait for a step."""
+def _watch(wanted: dict[str, Any], process: int) -> None:
+    """torch is there: wait for a step. Not in a forked copy that is the first to load it."""
+    if os.getpid() != process:
+        return
     from attnwatch.monitor.attach.crossing import Crossing
 
     crossing = Crossing()
@@ -114,11 +117,11 @@ def _watch(wanted: dict[str, Any]) -> None:
 def _say_if_nothing(process: int) -> None:
     if os.getpid() != process:
         return
-    found = [each for watcher in _watchers for each in watcher.found]
     if not _watchers:
         say("nothing was watched: no optimizer took a step")
-    elif not any(watcher.begun for watcher in _watchers):
-        say(f"nothing was watched: expected a model with attention in training, found {'; '.join(found) or 'none'}")
+    for watcher in _watchers:
+        if not watcher.begun:
+            say(f"nothing was watched: {watcher.reason}")
 
 
 def say(line: str) -> None:

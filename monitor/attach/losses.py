@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +14,18 @@ from torch import Tensor
 LOG = logging.getLogger("attnwatch")
 
 
+@dataclass
+class _Step:
+    """Of one thread: several may train a model each."""
+
+    sum: Tensor | None = None
+    is_whole: bool = True
+    is_taken: bool = False
+
+
 class Losses:
-    """Sums the losses of a step: each tensor of one number on which `backward` is called without a gradient.
+    """Sums the losses of a step, in each thread apart: each tensor of one number on which `backward` is called without
+    a gradient.
 
     The gradients of a step are those of this sum: trainers that accumulate over micro-batches divide the parts, so
     that it is the mean. `install` replaces `torch.autograd.backward`, which `Tensor.backward` calls, by a function
@@ -21,9 +33,7 @@ class Losses:
     """
 
     def __init__(self) -> None:
-        self._sum: Tensor | None = None
-        self._is_whole = True
-        self._is_taken = False
+        self._steps: dict[int, _Step] = {}
         self._replaced: Any = None
         self._ours: Any = None
 
@@ -46,22 +56,29 @@ class Losses:
         """Idempotent. Under a function that somebody else has put around it since, ours stays and notes nothing."""
         if torch.autograd.backward is self._ours:
             torch.autograd.backward = self._replaced
-        self._ours = self._sum = None
+        self._ours, self._steps = None, {}
 
     def take(self) -> Tensor | None:
         """The sum, 0-d and detached; None when there was none, or a part of it is unknown. A new one begins with the
         next loss: optimizers that step one after the other have the same."""
-        self._is_taken = True
-        return self._sum if self._is_whole else None
+        steps = self._steps
+        step = steps.get(threading.get_ident())
+        if step is None and len(steps) == 1:  # an optimizer that steps within the backward does so in a thread of that
+            step = next(iter(steps.values()))
+        if step is None:
+            return None
+        step.is_taken = True
+        return step.sum if step.is_whole else None
 
     def _note(self, tensors: object) -> None:
-        if self._is_taken:
-            self._sum, self._is_whole, self._is_taken = None, True, False
+        step = self._steps.setdefault(threading.get_ident(), _Step())
+        if step.is_taken:
+            step.sum, step.is_whole, step.is_taken = None, True, False
         try:
             if isinstance(tensors, Tensor) and tensors.numel() == 1:
                 # A copy: a trainer may go on to compute in its tensor.
                 loss = tensors.detach().reshape(()).clone()
-                self._sum = loss if self._sum is None else self._sum + loss.to(self._sum.device)
+                step.sum = loss if step.sum is None else step.sum + loss.to(step.sum.device)
         except Exception as error:  # tensors of other people's kinds
-            self._is_whole = False
+            step.is_whole = False
             LOG.debug("attnwatch: a loss that cannot be read: %s: %s", type(error).__name__, error)

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from attnwatch.monitor.sample import UsageError
 
+OLDEST = (3, 11)
+"""The Python that attnwatch needs."""
+
 
 class Target(NamedTuple):
     """A running Python process of this user. python: (3, minor), None where its files do not tell."""
@@ -43,6 +46,11 @@ def target(pid: int) -> Target:
         raise UsageError(TRACED.format(pid=pid, tracer=tracer))
     if state[:1] in "Tt":
         raise UsageError(f"expected a process that runs, found {pid} stopped; let it go on: kill -CONT {pid}")
+    if python is not None and python < OLDEST:
+        ours, theirs = (".".join(map(str, version)) for version in (OLDEST, python))
+        raise UsageError(
+            f"expected Python {ours} or later, found {pid} running {theirs}, which attnwatch does not know"
+        )
     return Target(pid, python)
 
 

@@ -57,7 +57,8 @@ def answer(request: dict[str, Any], has_left: Callable[[], bool]) -> dict[str, A
         return {"error": str(error)}
     except TimeoutError:
         return {
-            "error": "expected the process to train, found no optimizer step; wait until it trains, or give --timeout"
+            "error": "expected the process to train, found no optimizer step; wait until it trains, give --timeout, or "
+            "name the process that trains, not its launcher or a worker of it"
         }
     except Exception as error:
         return {"error": f"expected to be served, found {type(error).__name__} in the process: {error}"}
@@ -101,7 +102,8 @@ def _attach(wanted: Wanted, given_up: GivenUp) -> dict[str, Any]:
     present = watching()
     if present is not None:
         runs = ", ".join(str(each.monitor.run) for each in present.watched if each.monitor is not None)
-        raise UsageError(f"expected a process that is not watched, found it watched in {runs}; detach first")
+        where = runs or "no directory yet"
+        raise UsageError(f"expected a process that is not watched, found it watched in {where}; detach first")
     told: list[str] = []
     watcher = Watcher(wanted, told.append, Crossing())
 
@@ -133,9 +135,8 @@ def _detach(given_up: GivenUp) -> dict[str, Any]:
     watcher = watching()
     if watcher is None:
         raise UsageError("expected a process that attnwatch was attached to, found nothing watched in it")
-    from attnwatch.monitor.attach.watcher import Watcher, ended
+    from attnwatch.monitor.attach.watcher import ended
 
     were = watcher.crossing.ask(lambda _: (watcher.close(),), given_up)[0]
-    Watcher.current = None
     watcher.crossing.close()
-    return {"told": [ended(each) for each in were]}
+    return {"told": [ended(each) for each in were] or [f"nothing was watched: {watcher.reason}"]}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
 from attnwatch.monitor.options import absolute, choose_rules, run_directory
+from attnwatch.monitor.outputs.prometheus import prometheus_settings
 from attnwatch.monitor.sample import UsageError
 
 
@@ -47,6 +49,17 @@ def wanted(options: argparse.Namespace) -> Wanted:
     if options.every < 1:
         raise UsageError(f"expected --every to be at least 1, found {options.every}")
     choose_rules(options.rules)
+    prometheus_settings(options.prometheus)
     rules = None if options.rules is None else str(absolute(options.rules))
     model: int | None = getattr(options, "model", None)
-    return Wanted(str(run_directory(options.run)), options.every, rules, options.prometheus, options.compiled, model)
+    run = run_directory(options.run)
+    _check_place(run)
+    return Wanted(str(run), options.every, rules, options.prometheus, options.compiled, model)
+
+
+def _check_place(run: Path) -> None:
+    """A script that trains for days is not to find at its first step that it cannot be recorded."""
+    there = next(path for path in run.parents if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        found = "which may not be written" if there.is_dir() else "which is no directory"
+        raise UsageError(f"expected a place for {run}, found {there}, {found}; pass another --run")

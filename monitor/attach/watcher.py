@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ from attnwatch.monitor.trainers.attached import rate
 from attnwatch.monitor.watching import watch
 
 LOG = logging.getLogger("attnwatch")
+
+_FREE = 3.0  # s
+_SHARE = 0.01  # of the time since
 
 SCALED = "the loss is not recorded: a GradScaler multiplies it before backward(); rules about the loss stay silent"
 
@@ -66,6 +70,7 @@ class Watcher:
     def __init__(self, wanted: Wanted, tell: Callable[[str], None], crossing: Crossing):
         self.wanted = wanted
         self.found: tuple[str, ...] = ()
+        self.failure: str | None = None
         self.begun = 0
         self.watched: list[Watched] = []
         self.crossing = crossing
@@ -73,7 +78,14 @@ class Watcher:
         self._scaled = False
         self._of: weakref.WeakKeyDictionary[Optimizer, Watched | None] = weakref.WeakKeyDictionary()
         self._losses = Losses()
+        self._begun_at = time.monotonic()
+        self._spent = 0.0
         self.process = os.getpid()
+
+    @property
+    def reason(self) -> str:
+        """Why nothing is watched, where nothing is."""
+        return self.failure or f"expected a model with attention in training, found {listed(self.found)}"
 
     # --- behind every step, in the thread that trains -----------------------------------------------------------------
 
@@ -84,14 +96,26 @@ class Watcher:
         """
         self.follow(optimizer)
         if not self.watched:
-            raise UsageError(f"expected a model with attention in training, found {listed(self.found)}")
+            raise UsageError(self.reason)
         return any(each.monitor is not None for each in self.watched)
 
     def follow(self, optimizer: Optimizer) -> None:
-        """A step of this optimizer is done. Raises what `watch` raises."""
-        if optimizer not in self._of:
+        """A step of this optimizer is done. Raises what `watch` raises.
+
+        A script may make an optimizer for every batch, to train a copy or an input: looking for what each trains
+        would take longer than its training. What looks may cost is `_FREE` and `_SHARE`; the first is not counted.
+        """
+        loss, is_first = self._losses.take(), not self._of
+        if optimizer in self._of:
+            self._step(optimizer, loss)
+        elif is_first or self._spent <= _FREE + _SHARE * (time.monotonic() - self._begun_at):
+            started = time.monotonic()
             self._look(optimizer)
-        watched, loss = self._of[optimizer], self._losses.take()
+            self._step(optimizer, loss)
+            self._spent += 0.0 if is_first else time.monotonic() - started
+
+    def _step(self, optimizer: Optimizer, loss: Tensor | None) -> None:
+        watched = self._of[optimizer]
         if watched is not None and watched.ticks(optimizer):
             self._count(watched, optimizer, loss)
 
@@ -106,7 +130,8 @@ class Watcher:
                 self.watched.remove(failed)
             text = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
             name = "a model" if failed is None else type(failed.model).__name__
-            self.tell(f"{name} is not watched: {' '.join(text.split())[:300]}")
+            self.failure = f"{name} is not watched: {' '.join(text.split())[:300]}"
+            self.tell(self.failure)
 
     def _look(self, optimizer: Optimizer) -> None:
         """Who trains what, now that an optimizer has come up which nobody knows."""
@@ -167,6 +192,8 @@ class Watcher:
     def close(self) -> list[Watched]:
         """At a crossing, or when training is over: nothing is watched any more. What was, for `ended`."""
         self.crossing.after = None
+        if Watcher.current is self:
+            Watcher.current = None
         self._losses.remove()
         atexit.unregister(self._at_exit)
         watched, self.watched = self.watched, []

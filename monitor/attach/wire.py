@@ -1,13 +1,14 @@
 """A private local socket, and what goes over it: one line of JSON there, one line back.
 
-The socket is a file of mode 0600 in a directory of mode 0700, named by the process. Both sides ask the kernel who the
-other one is.
+The socket is a file of mode 0600 in a directory of mode 0700, named by the process and by the namespace of its number:
+containers may share the directory, and each has a process 1. Both sides ask the kernel who the other one is.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import socket
 import stat
@@ -48,13 +49,19 @@ def _own_directory() -> Path:
 
 
 def socket_path(directory: Path, pid: int) -> Path:
-    return directory / f"{pid}.sock"
+    return directory / f"{pid}-{_namespace()}.sock"
+
+
+def _namespace() -> int:
+    """That of this process's number. Raises OSError where there is no Linux."""
+    return Path("/proc/self/ns/pid").stat().st_ino
 
 
 def listen(directory: Path) -> socket.socket:
     """This process's socket. What processes that are gone have left in the directory is removed."""
-    for old in directory.glob("*.sock"):
-        if old.stem == str(os.getpid()) or not _is_alive(old.stem):
+    for old in directory.glob(f"*-{_namespace()}.sock"):
+        pid = old.name.partition("-")[0]
+        if pid == str(os.getpid()) or not _is_alive(pid):
             old.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     path = socket_path(directory, os.getpid())
@@ -96,9 +103,8 @@ def connect(pid: int) -> socket.socket | None:
 
 def _paths(pid: int) -> list[Path]:
     """The kernel knows where the process has bound its socket, whatever runtime directory it was given."""
-    name = f"/attnwatch-{os.geteuid()}/{pid}.sock"
-    lines = Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines()
-    return [Path(line[line.index("/") :]) for line in lines if line.endswith(name)]
+    text = os.fsdecode(Path(f"/proc/{pid}/net/unix").read_bytes())
+    return [Path(path) for path in re.findall(rf" (/.*/attnwatch-{os.geteuid()}/{pid}-\d+\.sock)$", text, re.MULTILINE)]
 
 
 def credentials(peer: socket.socket) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -47,5 +48,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _flags_of_python(before: list[str]) -> list[str]:
-    """Those of the interpreter that runs this; behind them stands `-m attnwatch` or the path of the command."""
-    return before[:-2] if before[-2:-1] == ["-m"] else before[:-1]
+    """Those of the interpreter that runs this; behind them stands `-m attnwatch` or the path of the command.
+
+    `-m` may stand in one word with flags (`-um attnwatch`) and with the name (`-mattnwatch`).
+    """
+    is_joined = before[-1].startswith("-")
+    flags, word = (before[:-1], before[-1]) if is_joined else (before[:-2], "".join(before[-2:-1]))
+    module = re.fullmatch("-([A-Za-z]*)m(attnwatch)?", word)
+    if module is None:
+        return before[:-1]
+    return [*flags, f"-{module[1]}"] if module[1] else flags
