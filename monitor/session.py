@@ -6,6 +6,7 @@ import atexit
 import logging
 import math
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +84,7 @@ class Monitor:
             # A compiled optimizer.step would trace its hooks. This one also keeps a monitor that no variable holds.
             self._counter = optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: self._count_step()))
         self._process = os.getpid()
-        self._at_exit = partial(_if_alive, weakref.WeakMethod(self.close))
+        self._at_exit = partial(_if_alive, weakref.WeakMethod(self.__exit__))
         atexit.register(self._at_exit)
         self._closed = False
         self._journal.safely("hooks", self._arm)
@@ -394,7 +395,6 @@ class Monitor:
         ))  # fmt: skip
 
 
-def _if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    alive = method()
-    if alive is not None:
-        alive()
+def _if_alive(method: weakref.WeakMethod[Callable[..., None]]) -> None:
+    if (alive := method()) is not None:  # blames what ends the process: the exception that a script has just printed
+        alive(None if hasattr(sys, "ps1") else getattr(sys, "last_type", None), None, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,20 @@ def test_an_exception_is_recorded_and_the_exporter_goes_without_a_word(tmp_path:
 def test_leaving_on_purpose_is_an_end(tmp_path: Path) -> None:
     run, exporter = ended_by(SystemExit(0), tmp_path)
     assert (run.ended, run.exception, exporter._exposition.finished) == (True, "", True)
+
+
+WITHOUT_WITH = """
+import sys, torch, attnwatch
+model, x = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.ones(1, 4, 16)
+monitor = attnwatch.watch(model, run=sys.argv[1], every=1)
+model(x, x, x)[0].sum().backward()
+monitor.step(loss=1.0)
+"""
+
+
+@pytest.mark.parametrize(("last", "blamed"), [("raise OSError('gone')", "OSError"), ("sys.exit(3)", ""), ("x = 1", "")])
+def test_a_process_that_an_exception_ends_ends_its_runs_so(last: str, blamed: str, tmp_path: Path) -> None:
+    """A loop without `with`, and the Trainer of Hugging Face, which tells its callbacks of no exception."""
+    subprocess.run([sys.executable, "-c", WITHOUT_WITH + last, tmp_path / "run"], capture_output=True, timeout=120)
+    run = attnwatch.open_run(tmp_path / "run")
+    assert (run.ended, run.exception) == (True, blamed)
