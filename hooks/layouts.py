@@ -54,6 +54,8 @@ def layouts(shape: Shape, out: int, name: str) -> Iterator[Layout]:
     yield from grouped + plain if "query_key_value" in name else plain + grouped
     if out == 3 * queries * d:
         yield _innermost(side, queries, d)
+    if side == "q" and out == 2 * queries * d:  # the other half of each head opens and closes a gate at its output
+        yield _first_of(queries, d, d, f"[{d} q, {d} gate]")
     if side == "k":
         yield from (_key_and_value(kv, d, d) for kv in counts if out == 2 * kv * d)
         part = out // shape.heads - shape.value  # multi-head latent attention: the rest of a key is shared by the heads
@@ -90,8 +92,13 @@ def _innermost(side: str, heads: int, d: int) -> Layout:
 
 
 def _key_and_value(heads: int, key: int, value: int) -> Layout:
-    label = f"{heads} heads of [{key} k, {value} v]"
-    return Layout(label, heads, key, lambda x: x.unflatten(-1, (heads, key + value))[..., :key])
+    return _first_of(heads, key, value, f"[{key} k, {value} v]")
+
+
+def _first_of(heads: int, size: int, rest: int, parts: str) -> Layout:
+    """Of each head the first `size` features of `size + rest`."""
+    label = f"{heads} heads of {parts}"
+    return Layout(label, heads, size, lambda x: x.unflatten(-1, (heads, size + rest))[..., :size])
 
 
 def _swapped(heads: int, d: int) -> Layout:

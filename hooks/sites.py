@@ -18,7 +18,7 @@ WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 
 _CLASS = re.compile(r"attention|attn", re.IGNORECASE)
 _QUERY = re.compile(
-    r"^(w_?q|q|(to_)?q(uery)?(_?(proj|lin|linear))?|query_key_value|.*qkv.*|c_attn|in_proj(_weight)?)$",
+    r"^(w_?q|q|(to_)?q(uery)?(_?(proj|lin|linear))?|query_key_value|.*qkv.*|c_attn|in_proj_weight)$",
     re.IGNORECASE,
 )
 _CALLS = {

@@ -41,9 +41,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     runs uncompiled: that must not be left to chance, and what is still left then is a leak."""
     yield
     compiled = sys.modules.get("attnwatch.hooks.compiled")
-    if compiled is not None and compiled.EagerStep.runs():
+    if compiled is not None and compiled.EagerStep._running:
         gc.collect()
-        assert not compiled.EagerStep.runs(), f"{item.nodeid} left a sampled step open"
+        left = list(compiled.EagerStep._running)
+        for step in left:
+            step.stop()  # said of this test only
+        assert not left, f"{item.nodeid} left a sampled step open"
 
 
 @pytest.fixture(scope="module", autouse=True)

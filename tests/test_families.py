@@ -23,6 +23,7 @@ NOT_OFFERED = {
     "BLOOM": {"sdpa", "flex_attention", "flash_attention_2"},
     "DeBERTa-v2": {"sdpa", "flex_attention", "flash_attention_2"},
     "T5": {"flash_attention_2"},
+    "Qwen3-Next": {"flex_attention"},
     "gpt-oss": {"sdpa"},
 }
 """By the library, which says so when such a model is built."""

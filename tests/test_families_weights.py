@@ -55,6 +55,14 @@ def per_head_gains(module: Any, offset: float = 0.0) -> Pair:
     return q * gain_q[:, None], k * gain_k[:, None]
 
 
+def gated(module: Any) -> Pair:
+    """Each head's rows of q, then of the gate at its output; gains are 1 + the weight."""
+    q = module.q_proj.weight.detach().unflatten(0, (H, 2 * D))[:, :D]
+    return q * (1 + module.q_norm.weight.detach())[:, None], heads(module.k_proj.weight) * (
+        1 + module.k_norm.weight.detach()
+    )[:, None]
+
+
 def across_heads(module: Any) -> Pair:
     q, k = separate(module)
     return q * module.q_norm.weight.detach().view(-1, D, 1), k * module.k_norm.weight.detach().view(-1, D, 1)
@@ -75,6 +83,7 @@ RIGHT: dict[str, tuple[str, Callable[[Any], Pair]]] = {
     "Phi-3": ("model.layers.1.self_attn", lambda m: contiguous(m.qkv_proj.weight, kv=2)),
     "ModernBERT": ("model.layers.1.attn", lambda m: contiguous(m.Wqkv.weight)),
     "Qwen3": ("model.layers.1.self_attn", per_head_gains),
+    "Qwen3-Next": ("model.layers.1.self_attn", gated),
     "Gemma 3": ("model.layers.1.self_attn", lambda m: per_head_gains(m, 1.0)),
     "OLMo 2": ("model.layers.1.self_attn", across_heads),
     "DeepSeek-V3": ("model.layers.1.self_attn", latent),
@@ -96,6 +105,7 @@ def test_spectra_are_those_of_the_right_weights(name: str) -> None:
 
 LAYOUTS = {
     **dict.fromkeys(("Llama", "Mistral", "Qwen3", "Gemma 2", "Gemma 3"), ("q_proj", "k_proj", "whole", "whole")),
+    "Qwen3-Next": ("q_proj", "k_proj", "4 heads of [8 q, 8 gate]", "whole"),
     **dict.fromkeys(("OLMo 2", "gpt-oss", "GPT-Neo", "ViT", "CLIP"), ("q_proj", "k_proj", "whole", "whole")),
     **dict.fromkeys(("BART", "Whisper"), ("q_proj", "k_proj", "whole", "whole")),
     **dict.fromkeys(("BERT", "RoBERTa"), ("query", "key", "whole", "whole")),

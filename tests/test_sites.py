@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests import models
+from benchmarks.families import watched
+from tests import models, vision  # noqa: F401 (vision before transformers)
 from tests.models import (
     E,
     H,
@@ -157,6 +158,26 @@ def test_a_module_may_be_called_as_further_calls_are() -> None:
 
     found = {layer.name: layer.state for layer in sampled(Named(), tokens()).layers}
     assert found == dict.fromkeys((f"attention.{name}" for name in ("#c", "a#1x", "a", "a#1")), "verified")
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "options"),
+    [
+        ("lfm2", "model.layers.1.self_attn", {"full_attn_idxs": [1]}),
+        ("jamba", "model.layers.1.self_attn", {"attn_layer_period": 2, "attn_layer_offset": 1}),
+        ("bamba", "model.layers.1.self_attn", {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16}),
+    ],
+)  # fmt: skip
+def test_the_other_layers_of_a_hybrid_are_not_missed(kind: str, attention: str, options: dict[str, Any]) -> None:
+    """Convolutions and state-space layers have an `in_proj` too; they are no attention that nobody sees."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        kind, vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=2, num_experts_per_tok=1, pad_token_id=0, **options,
+    )  # fmt: skip
+    reading = watched(AutoModelForCausalLM.from_config(config), input_ids=torch.randint(16, (2, 12)), use_cache=False)
+    assert [(layer.name, layer.state) for layer in reading.layers] == [(attention, "verified")]
 
 
 def test_the_model_itself_has_a_name_where_it_is_unseen() -> None:

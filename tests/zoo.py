@@ -83,6 +83,19 @@ FAMILIES = {
     "Mistral": Family("MistralConfig", "MistralForCausalLM", {**_GROUPED, "sliding_window": 4}),
     "Phi-3": Family("Phi3Config", "Phi3ForCausalLM", _GROUPED),
     "Qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", {**_GROUPED, "head_dim": 8}),
+    "Qwen3-Next": Family(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            **_GROUPED,
+            "head_dim": 8,
+            "layer_types": ["full_attention"] * 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
     "Gemma 2": Family(
         "Gemma2Config",
         "Gemma2ForCausalLM",

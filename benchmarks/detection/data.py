@@ -18,6 +18,9 @@ IGNORED = -100
 START = 1
 """A byte that no source file holds: begins every sequence of the source "started"."""
 
+MASK = 2
+"""Another one: stands where the source "masked" asks."""
+
 BURST = range(300, 400)
 """Steps at which the source "burst" gives noise instead of text."""
 
@@ -81,6 +84,20 @@ def padded(batch: int, length: int, step: int, generator: Generator) -> Batch:
     return Batch(inputs.masked_fill(padding, 0), targets.masked_fill(padding, IGNORED), padding)
 
 
+def masked(batch: int, length: int, step: int, generator: Generator) -> Batch:
+    """Text of which each sequence keeps a half to all and a seventh is MASK, to be told from both sides."""
+    x = _windows("*.py", batch, length, generator)
+    padding = torch.arange(length) >= torch.randint(length // 2, length + 1, (batch, 1), generator=generator)
+    asked = (torch.rand(x.shape, generator=generator) < 1 / 7) & ~padding
+    return Batch(x.masked_fill(asked, MASK).masked_fill(padding, 0), x.masked_fill(~asked, IGNORED), padding)
+
+
+def continued(batch: int, length: int, step: int, generator: Generator) -> Batch:
+    """Text of which the second half is asked for."""
+    inputs, targets, _ = text(batch, length, step, generator)
+    return Batch(inputs, targets.masked_fill(torch.arange(length) < length // 2, IGNORED))
+
+
 def repeated(batch: int, length: int, step: int, generator: Generator) -> Batch:
     """Text in which half of the sequences are one byte over and over."""
     inputs, targets, _ = text(batch, length, step, generator)
@@ -121,8 +138,13 @@ def _digits(batch: int, patch: int, generator: Generator) -> Batch:
     return Batch(images[chosen], classes[chosen])
 
 
+def digits_4(batch: int, length: int, step: int, generator: Generator) -> Batch:
+    """Handwritten digits as 4 patches of 4 x 4 pixels."""
+    return _digits(batch, 4, generator)
+
+
 def digits_2(batch: int, length: int, step: int, generator: Generator) -> Batch:
-    """Handwritten digits as 16 patches of 2 x 2 pixels."""
+    """The same as 16 patches of 2 x 2 pixels."""
     return _digits(batch, 2, generator)
 
 
@@ -139,11 +161,14 @@ SOURCES: dict[str, Source] = {
         prose,
         started,
         padded,
+        masked,
+        continued,
         repeated,
         periodic,
         burst,
         copy_previous,
         copy_self,
+        digits_4,
         digits_2,
         digits_1,
     )

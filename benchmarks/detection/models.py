@@ -11,8 +11,8 @@ from benchmarks.detection.data import START, Batch
 from benchmarks.detection.recipe import Recipe
 from torch import Tensor, nn
 
-CLASSES = {"digits_2": 10, "digits_1": 10}
-PATCH = {"digits_2": 2, "digits_1": 1}
+CLASSES = {"digits_4": 10, "digits_2": 10, "digits_1": 10}
+PATCH = {"digits_4": 4, "digits_2": 2, "digits_1": 1}
 SEE_ALL = (*PATCH, "maximum", "reverse")
 """Sources whose queries see every key."""
 

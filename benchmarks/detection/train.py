@@ -34,10 +34,10 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 }
 
 
-def train(recipe: Recipe, run: Path) -> None:
+def train(recipe: Recipe, run: Path, make: Callable[[Any], nn.Module] = build) -> None:
     """Leaves the run directory `run`. Its scalars: loss, grad_norm (before clipping) and lr of every step."""
     torch.manual_seed(recipe.seed)
-    model = build(recipe)
+    model = make(recipe)
     optimizer = OPTIMIZERS[recipe.optimizer](groups(model, recipe), decay=recipe.decay)
     order = torch.Generator().manual_seed(1000 + recipe.seed)
 
