@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnwatch.hooks.attention import Attention
+from attnwatch.hooks.attention import HIDDEN_MASK, Attention
 from attnwatch.hooks.projections import product
 from attnwatch.hooks.shapes import bind, form_of, four, four_mask, spread
 from attnwatch.hooks.tap import Frame, Pair, Seen, Tap
-
-HIDDEN = -9999.0
-"""Hand-written masks add or fill with -1e4, -1e9, -inf or the dtype's minimum: anything lower hides a key."""
 
 
 def matmul(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -43,8 +40,9 @@ def pair(tap: Tap, q: Tensor, k: Tensor, out: Tensor) -> None:
     site.shifts.clear()
 
 
-def _hides(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, (int, float)) and value <= HIDDEN)
+def _shown(x: Any) -> Tensor | bool:
+    """Where a number or a tensor that takes the place of scores hides nothing. NaN shows."""
+    return ~(x.detach() <= HIDDEN_MASK) if isinstance(x, Tensor) else not x <= HIDDEN_MASK
 
 
 def _is_scores(site: Frame, x: Any) -> bool:
@@ -58,22 +56,26 @@ def _alike(a: torch.Size, b: torch.Size) -> bool:
 
 def masked_fill(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
     call = bind(("input", "mask", "value"), args, kwargs)
-    if _is_scores(tap.site, out) and _hides(call["value"]):
-        _note(tap, ~call["mask"].detach(), out)
+    if _is_scores(tap.site, out):
+        _note(tap, ~call["mask"].detach() | _shown(call["value"]), out)
 
 
 def where(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """Of scores and what hides them; or of two scores, as where near and far keys are scored in two ways."""
     names = ("condition", "input", "other")
     if args and args[0].dtype != torch.bool:  # the method: scores.where(condition, other)
         names = ("input", "condition", "other")
     call = bind(names, args, kwargs)
     if "other" not in call or not _is_scores(tap.site, out):
         return
-    condition = call["condition"].detach()
-    if _is_scores(tap.site, call["input"]) and _hides(call["other"]):
-        _note(tap, condition, out)
-    elif _is_scores(tap.site, call["other"]) and _hides(call["input"]):
-        _note(tap, ~condition, out)
+    sides = [call["input"], call["other"]]
+    scored = [_is_scores(tap.site, x) for x in sides]
+    if any(scored):
+        whole = all(scored)  # a tensor of their shape may be what hides them
+        one, other = (_shown(x) if whole or not is_scored else True for x, is_scored in zip(sides, scored, strict=True))
+        condition = call["condition"].detach()
+        # Not torch.where: on an accelerator that waits to copy what a number on the host says.
+        _note(tap, (condition & one) | (~condition & other), out)
 
 
 def add(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -82,7 +84,7 @@ def add(tap: Tap, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         for addend in args[:2]:
             constant = isinstance(addend, Tensor) and not addend.requires_grad and addend.is_floating_point()
             if constant and _by_key(addend):
-                _note(tap, addend.detach() > HIDDEN, out)
+                _note(tap, addend.detach() > HIDDEN_MASK, out)
 
 
 def _by_key(x: Tensor) -> bool:

@@ -62,6 +62,10 @@ _OPEN, _WIDE = "open", "open wide"  # without and with numbers of weights
 _OF_WEIGHTS = 1 << 32  # what a rank with such adds to the count of those that came
 _CHANGED = -5  # the first of the signals, at the end of what merges by the largest
 _TIMES: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+_WATCHES = itertools.count(1)
+
+OUTLIVED = "processes that ended left their entries in torch's store, gloo's too; to restart, call torchrun with "
+OUTLIVED += "--rdzv-backend c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 
 
 class Given(NamedTuple):
@@ -129,7 +133,10 @@ def announced() -> int:
 
 
 class Ranks:
-    """This rank among all. name: of what they watch; ranks that say the same one meet, at the n-th time the n-th."""
+    """This rank among all. name: of what they watch; ranks that say the same one meet, at the n-th time the n-th.
+
+    Raises RuntimeError for a store that an ended process of this rank has used: the others would be looked for where
+    those of its time were."""
 
     def __init__(self, name: str) -> None:
         from torch.distributed.distributed_c10d import PrefixStore, _get_default_store  # not every torch has it
@@ -148,6 +155,9 @@ class Ranks:
         self._next = 0  # the sample at which ranks meet next
         self._parted = False
         self._store.set(f"watches/{self.rank}", "0")
+        if store.add(f"attnwatch/{self.rank}", 1) > next(_WATCHES):
+            self._shut(0, OUTLIVED)  # a rank that comes here for the first time
+            raise RuntimeError(OUTLIVED)
 
     # --- one sample ---------------------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ def update(w_q: Tensor, w_k: Tensor, dw_q: Tensor, dw_k: Tensor) -> Tensor:
     b, db, known_k = _factor(w_k, dw_k)
     first = product(da, b) + product(a, db)
     steps = torch.stack([first + product(da, db), first]).flatten(1, 2)
-    energy, whole = energies([square(steps), square(product(_own(a), _own(b)).flatten(0, 1))])
+    energy, whole = energies([square(steps), square(product(_own(a, w_q), _own(b, w_k)).flatten(0, 1))])
     ratio = (energy[0, :, 0] / whole[:, 0]).sqrt()
     known = known_q & known_k.repeat_interleave(len(w_q) // len(w_k)) & (ratio > 0)
     return torch.where(known, torch.stack([ratio, effective_rank(energy[1])]), torch.nan)
@@ -92,8 +92,8 @@ def _factor(w: Tensor, dw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return factor[..., :d], factor[..., d:] * torch.where(known, step / size, 0.0)[:, None, None], known
 
 
-def _own(factor: Tensor) -> Tensor:
-    """The rows of a weight's factor `[n, m, d]` that are not 0 in the basis that it shares with its change: of a
-    triangular one, m of `2d`, its first d."""
-    m, d = factor.shape[1:]
-    return factor[:, :d] if m == 2 * d else factor
+def _own(factor: Tensor, w: Tensor) -> Tensor:
+    """The rows of the factor `[n, m, d]` of a weight `[n, d, in]` that are not 0 in the basis that it shares with its
+    change: of a triangular one, m of `2d`, its first d. Of no more than `2d` inputs the basis is theirs."""
+    d, inputs = w.shape[1:]
+    return factor[:, :d] if inputs > 2 * d else factor

@@ -150,6 +150,7 @@ HIDE: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.where": lambda s: torch.where(CAUSAL, s, torch.full([], LOWEST)),
     "torch.where of a number": lambda s: torch.where(~CAUSAL, -1e4, s),
     "the method where": lambda s: s.where(CAUSAL, -1e4),
+    "torch.where of their shape": lambda s: torch.where(~CAUSAL, torch.full_like(s, -1e4), s),
     "added -inf": lambda s: s + torch.zeros(T, T).masked_fill(~CAUSAL, -torch.inf),
     "added -1e4": lambda s: s + (1 - CAUSAL.float())[None, None] * -1e4,
     "added first": lambda s: (1 - CAUSAL.float()) * -1e4 + s,

@@ -54,6 +54,24 @@ def test_a_softmax_kept_stable_by_hand(how: str, grown: float, masked: bool) -> 
     assert_statistics(reading, q, k, scale=grown * D**-0.5, causal=masked)
 
 
+FAR = torch.arange(T)[:, None] - torch.arange(T) > 2
+CHOSEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "far keys scored otherwise": lambda s: torch.where(FAR, 0.5 * s, s),
+    "far keys scored alike": lambda s: s.masked_fill(FAR, torch.tensor(0.25)),
+    "by the method": lambda s: s.where(~FAR, torch.full((), 0.25)),
+}
+
+
+@pytest.mark.parametrize("how", CHOSEN)
+def test_what_takes_the_place_of_scores_hides_only_by_its_value(how: str) -> None:
+    weights = parts()
+    model = Model(Mixer(weights, lambda q, k, v: CHOSEN[how](q @ k.mT * D**-0.5).softmax(-1) @ v))
+    q, k, _ = weights.project(tokens())
+    scores = q @ k.mT * D**-0.5
+    scores = torch.where(FAR, 0.5 * scores if "otherwise" in how else torch.full_like(scores, 0.25), scores)
+    assert_statistics(sampled(model, tokens()), q, k, scores=scores)
+
+
 @pytest.mark.parametrize("batch", [1, B])
 def test_scores_that_are_a_sum_of_two_products(batch: int) -> None:
     """Relative positions as Transformer-XL adds them: `q k + q r`, where r is the same for every sequence."""

@@ -134,6 +134,26 @@ for seconds, patience in ((20, 10), (1000, PATIENCE)):
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
+def test_entries_of_ended_processes_are_not_taken_for_those_of_other_ranks(tmp_path: Path) -> None:
+    """torchrun keeps its store when it starts processes anew. A rank that is new there hears it from another one."""
+    script = f"""
+import sys
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg
+from attnwatch.hooks.ranks import Ranks
+rank, store = int(sys.argv[1]), dist.FileStore("{tmp_path}/store", -1)
+dist.init_process_group("fake", store=store, rank=rank, world_size=2)
+ranks = [Ranks("one"), Ranks("two"), Ranks("one")]
+print(ranks[0]._store.get("0/door").decode() if rank else "new")
+"""
+    lives = [
+        subprocess.run([sys.executable, "-c", script, rank], timeout=120, capture_output=True, text=True)
+        for rank in ("0", "0", "1")
+    ]
+    assert [life.stdout.strip() for life in lives] == ["new", "", ranks.OUTLIVED]
+    assert lives[1].stderr.strip().endswith(f"RuntimeError: {ranks.OUTLIVED}")
+
+
 def test_what_many_ranks_say_is_one_problem() -> None:
     """Of 1,024 ranks: the run has room for a thousand."""
     same, own = ("blocks.0", "gave nothing"), ("sample", "no memory")

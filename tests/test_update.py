@@ -39,12 +39,13 @@ def found(*weights: Tensor) -> dict[str, list[float]]:
     [
         (1, 1, 1, 1, 1, 0.1), (4, 4, 8, 32, 32, 1e-3), (6, 2, 5, 40, 40, 1e-2), (4, 1, 8, 24, 24, 1e-6),
         (2, 2, 16, 40, 23, 1.0), (2, 2, 12, 5, 5, 0.3), (4, 2, 12, 7, 30, 1e-3), (2, 1, 6, 9, 9, 30.0),
+        (2, 2, 8, 16, 16, 1e-3), (4, 2, 8, 16, 40, 1e-3), (2, 1, 6, 13, 12, 1e-3), (2, 2, 8, 8, 8, 1e-3),
     ],
 )  # fmt: skip
 def test_agrees_with_the_change_formed_outright(
     heads: int, kv_heads: int, d: int, in_q: int, in_k: int, size: float
 ) -> None:
-    """Grouped heads, cross-attention, heads wider than their input; steps small and large; one head steps less."""
+    """Grouped heads, cross-attention, heads wider than their input, half as wide; steps of all sizes, one head less."""
     w_q, w_k = normal(heads, d, in_q).float(), normal(kv_heads, d, in_k, seed=1).float()
     dw_q, dw_k = size * normal(heads, d, in_q, seed=2).float(), size * normal(kv_heads, d, in_k, seed=3).float()
     dw_q[0] *= 1e-2
