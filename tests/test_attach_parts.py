@@ -351,6 +351,19 @@ def test_an_optimizer_for_every_batch_does_not_have_the_process_searched_each_ti
     assert losses.max() < 1e6
 
 
+def test_optimizers_of_which_there_is_one_at_a_time_are_not_all_the_first(
+    watcher: Watcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr(WATCHER, "find", lambda: looks.append(1) or find())
+    monkeypatch.setattr(WATCHER, "_FREE", -1.0)
+    for _ in range(3):
+        noise = torch.ones(1, requires_grad=True)
+        SGD([noise], lr=0.1).step()
+    assert len(looks) == 1
+    assert watcher.reason.endswith("; no time was left to look what later optimizers train")
+
+
 def test_a_directory_that_cannot_be_written_is_named_once_and_training_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -96,6 +96,21 @@ def test_the_process_of_another_user(shell: Shell) -> None:
         process.kill()
 
 
+def test_a_process_in_a_container_below(shell: Shell, tmp_path: Path, wait_for: Callable[..., Any]) -> None:
+    """Its number is another one in there, and with it the name of its socket."""
+    apart = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("needs the permission to make a namespace of processes")
+    there = tmp_path / "there"
+    code = f"{ARMED}; import pathlib; pathlib.Path({str(there)!r}).touch(); input()"
+    with subprocess.Popen([*apart, sys.executable, "-c", code], stdin=subprocess.PIPE, env=shell.environment) as around:
+        wait_for(there.exists, "it to be armed")
+        (pid,) = Path(f"/proc/{around.pid}/task/{around.pid}/children").read_text().split()
+        for command in (["attach", pid, "--unsafe"], ["detach", pid]):
+            assert f"found {pid} in one of its own, as process 1" in shell.refuses(*command)
+        around.communicate(b"\n")
+
+
 def test_a_process_that_stands_still(shell: Shell, wait_for: Callable[..., Any]) -> None:
     with script(shell, FOREVER) as process:
         process.send_signal(signal.SIGSTOP)
@@ -163,6 +178,31 @@ def test_who_attaches_may_change_their_mind_while_the_debugger_is_at_work(
         assert "TracerPid:\t0" in status.read_text()
         (tmp_path / "stop").touch()
         assert process.communicate(timeout=240)[0] == "done\n"
+        assert process.returncode == 0
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT", "SIGSTOP"])
+def test_a_signal_to_the_process_while_the_debugger_is_at_work(
+    name: str, program: Callable[[str], str], shell: Shell, tmp_path: Path, wait_for: Callable[..., Any]
+) -> None:
+    """As schedulers send them before they end a job. The process handles it, and goes on."""
+    program("gdb")
+    until = f"while not os.path.exists({str(tmp_path / 'stop')!r}): time.sleep(0.01)"
+    handles = "[signal.signal(s, lambda *_: print('handled', flush=True)) for s in (signal.SIGUSR1, signal.SIGINT)]"
+    with script(shell, f"import os, signal, time; {handles}", f"{until}\nprint('done')") as process:
+        status = Path(f"/proc/{process.pid}/status")
+        attaching = subprocess.Popen(
+            [COMMAND, "attach", str(process.pid), "--unsafe"], env=shell.environment, stderr=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + 60
+        while "TracerPid:\t0" in status.read_text():  # gdb is there for about 0.2 s
+            assert time.monotonic() < deadline
+        process.send_signal(signal.Signals[name])
+        wait_for(lambda: "TracerPid:\t0" in status.read_text(), "gdb to be done")
+        process.send_signal(signal.SIGCONT)
+        assert "found none loaded in it; wait until it trains" in attaching.communicate(timeout=120)[1]
+        (tmp_path / "stop").touch()
+        assert process.communicate(timeout=240)[0] == ("" if name == "SIGSTOP" else "handled\n") + "done\n"
         assert process.returncode == 0
 
 

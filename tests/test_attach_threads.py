@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from attnwatch.monitor.attach.crossing import Crossing
+from attnwatch.monitor.attach.crossing import Crossing, _turn
 from attnwatch.monitor.attach.crossing import _between_hooks as between_hooks
 from attnwatch.monitor.attach.losses import Losses
 
@@ -100,6 +101,59 @@ def test_no_other_thread_runs_while_hooks_are_changed(interval: float) -> None:
     assert (collects, gc.isenabled(), sys.getswitchinterval()) == (False, True, interval)
 
 
+@pytest.fixture
+def beside() -> Iterator[None]:
+    """A thread in which there is a change all the time."""
+    stop = threading.Event()
+
+    def change() -> None:
+        while not stop.is_set():
+            between_hooks(bool)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_copy_made_while_hooks_are_changed_is_as_the_process_is(beside: None) -> None:
+    """As the workers of a DataLoader: the thread that would put things right is not in the copy, which may have its
+    hooks changed too."""
+    interval = 0.005
+    for _ in range(10):
+        copy = os.fork()
+        if not copy:
+            usual = abs(sys.getswitchinterval() - interval) < 1e-6 and gc.isenabled()
+            os._exit(0 if usual and between_hooks(lambda: True) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == 0
+
+
+def test_changes_that_come_together_leave_the_interval_as_it_was(beside: None) -> None:
+    interval = 0.005
+    for _ in range(10):
+        between_hooks(bool)
+    with _turn:
+        assert abs(sys.getswitchinterval() - interval) < 1e-6
+
+
+@pytest.mark.parametrize("interval", [0.005], indirect=True)
+def test_an_interval_that_another_thread_sets_meanwhile_stays(interval: float) -> None:
+    def choose() -> None:
+        while sys.getswitchinterval() < 0.09:
+            pass
+        sys.setswitchinterval(0.002)
+
+    thread = threading.Thread(target=choose)
+    thread.start()
+    end = time.monotonic() + 60
+    while thread.is_alive():
+        assert time.monotonic() < end
+        between_hooks(bool)
+    assert sys.getswitchinterval() == pytest.approx(0.002)
+
+
 def test_a_step_in_another_thread_has_the_loss_of_the_only_one_that_has_any() -> None:
     """On a GPU, optimizers that step within the backward do so in a thread of the device."""
     losses = Losses()
@@ -111,6 +165,26 @@ def test_a_step_in_another_thread_has_the_loss_of_the_only_one_that_has_any() ->
     thread.join()
     losses.remove()
     assert seen == [torch.tensor(3.0)]
+
+
+def test_a_thread_for_every_backward_that_ends_with_it() -> None:
+    """Python may give each another number: threads that stay, here, have those of the ones before."""
+    losses = Losses()
+    losses.install()
+    weight, stay = torch.tensor(1.0, requires_grad=True), threading.Event()
+    others, seen = [], []
+    for step in (1, 2, 3, 4):
+        others.append(threading.Thread(target=stay.wait))
+        others[-1].start()
+        thread = threading.Thread(target=lambda by: (weight * by).backward(), args=(step,))
+        thread.start()
+        thread.join()
+        seen.append(losses.take())
+    stay.set()
+    for thread in others:
+        thread.join()
+    losses.remove()
+    assert seen == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_threads_that_train_a_model_each_have_the_losses_of_their_own() -> None:

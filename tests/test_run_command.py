@@ -82,15 +82,19 @@ def asked(command: list[object], folder: Path, environment: dict[str, str], code
 
 @pytest.mark.parametrize(
     ("flags", "start"),
-    [([], ["asks.py"]), (["-O"], ["./asks.py"]), ([], ["-m", "asks"]), (["-W", "ignore", "-u"], ["-m", "package"])],
-)
+    [
+        ([], ["asks.py"]), (["-O"], ["./asks.py"]), ([], ["--", "-asks.py"]), ([], ["-m", "asks"]),
+        (["-W", "ignore", "-u"], ["-m", "package"]),
+    ],
+)  # fmt: skip
 def test_a_script_starts_as_python_starts_it(flags: list[str], start: list[str], shell: Shell, tmp_path: Path) -> None:
-    """Arguments, `__main__`, paths, environment, exit code; a class of the script can be pickled. Nothing is loaded."""
+    """Arguments (also such as ours), `__main__`, paths, environment, exit code; a class of the script can be pickled.
+    Nothing is loaded."""
     (tmp_path / "package").mkdir()
-    for path in ("asks.py", "package/__main__.py"):
+    for path in ("asks.py", "-asks.py", "package/__main__.py"):
         (tmp_path / path).write_text(ASKS)
     environment = {**shell.environment, "PYTHONPATH": str(tmp_path / "elsewhere")}
-    rest = [*start, "--every", "3", "-m", "x", "7"]
+    rest = [*start, "--", "--every", "3", "--r", "-m", "x", "--", "7"]
     alone = asked([sys.executable, *flags, *rest], tmp_path, environment, code=7)
     watched = asked(
         [sys.executable, *flags, "-m", "attnwatch", "run", "--every", "5", *rest], tmp_path, environment, code=7

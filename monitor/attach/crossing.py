@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ AfterStep = Callable[[Optimizer], None]
 T = TypeVar("T")
 
 _PATIENCE = 30.0  # s; hooks are short
+_UNDISTURBED = 0.1  # s that a thread keeps the interpreter's lock, where others ask for it
 _STEP = Optimizer.profile_hook_step(lambda: None).__code__
 
 
@@ -107,38 +107,48 @@ class _Asked:
         return True
 
 
+_turn = threading.RLock()
+if sys.platform != "win32":  # a copy made meanwhile would be left with what is set for a moment
+    os.register_at_fork(before=_turn.acquire, after_in_parent=_turn.release, after_in_child=_turn.release)
+
+
 def _between_hooks(change: Callable[[], T]) -> T:
     """`change`, done while no thread can be at the hooks: nothing else runs between the look and the change."""
+
+    def look_and_change() -> tuple[T] | None:
+        return None if any(map(_calls_hooks, _steps_under_way())) else (change(),)
+
     end = time.monotonic() + _PATIENCE
     while time.monotonic() < end:
-        with _alone():
-            if not any(map(_calls_hooks, _steps_under_way())):
-                return change()
+        with _turn:
+            changed = _alone(look_and_change)
+        if changed is not None:
+            return changed[0]
         time.sleep(0.001)
     raise TimeoutError(f"optimizer steps left no gap in {_PATIENCE:g} s")
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """For 0.1 s no other thread is given the interpreter's lock, unless by what calls for it here.
+def _alone(work: Callable[[], T]) -> T:
+    """`work`, while no other thread is given the interpreter's lock, unless by what calls for it there.
 
     Who asks for the lock waits for the switch interval, counted anew when another one has had it: it is set before the
     pause, in which the lock changes hands, since a shorter one may run already. A collection might run finalizers,
     which may hand the lock over.
     """
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(0.1)
     try:
+        sys.setswitchinterval(_UNDISTURBED)
         time.sleep(0.001)
         collects = gc.isenabled()
-        gc.disable()
         try:
-            yield
+            gc.disable()
+            return work()
         finally:
             if collects:
                 gc.enable()
     finally:
-        sys.setswitchinterval(interval + 5e-7)  # Python rounds down to whole microseconds
+        if abs(sys.getswitchinterval() - _UNDISTURBED) < 5e-7:  # else another thread has set one in the pause
+            sys.setswitchinterval(interval + 5e-7)  # Python rounds down to whole microseconds
 
 
 def _steps_under_way() -> Iterator[FrameType]:

@@ -171,6 +171,8 @@ def _pending_call(target: Target, code: Path) -> None:
         "print ((int (*)(void *, void *)) Py_AddPendingCall)((void *) PyRun_SimpleString, $page)",
     ]
     quiet = ["set auto-solib-add off", "set auto-load no", "set debuginfod enabled off", "set confirm off"]
+    # A signal that comes meanwhile is for the process: gdb would stop for it, and leave in the middle of a call.
+    quiet += ["handle all nostop noprint pass", "handle SIGINT nostop noprint pass", "set unwindonsignal on"]
     command = ["gdb", "-nx", "-batch", *(part for text in quiet for part in ("-iex", text)), "-p", str(target.pid)]
     try:
         with _undisturbed():

@@ -18,6 +18,7 @@ LOG = logging.getLogger("attnwatch")
 class _Step:
     """Of one thread: several may train a model each."""
 
+    thread: threading.Thread
     sum: Tensor | None = None
     is_whole: bool = True
     is_taken: bool = False
@@ -71,7 +72,11 @@ class Losses:
         return step.sum if step.is_whole else None
 
     def _note(self, tensors: object) -> None:
-        step = self._steps.setdefault(threading.get_ident(), _Step())
+        thread, number = threading.current_thread(), threading.get_ident()
+        if number not in self._steps:
+            self._forget_ended()
+        step = self._steps.setdefault(number, _Step(thread))
+        step.thread = thread
         if step.is_taken:
             step.sum, step.is_whole, step.is_taken = None, True, False
         try:
@@ -82,3 +87,9 @@ class Losses:
         except Exception as error:  # tensors of other people's kinds
             step.is_whole = False
             LOG.debug("attnwatch: a loss that cannot be read: %s: %s", type(error).__name__, error)
+
+    def _forget_ended(self) -> None:
+        """Some scripts have a thread for every step."""
+        for number, step in list(self._steps.items()):
+            if step.is_taken and not step.thread.is_alive():
+                self._steps.pop(number, None)

@@ -29,12 +29,18 @@ def target(pid: int) -> Target:
         status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
         state, tracer, whole = status["State"].strip(), int(status["TracerPid"]), int(status["Tgid"])
         uid = int(status["Uid"].split()[1])  # the effective one
+        numbers = status.get("NSpid", str(pid)).split()  # in this namespace, and in those below it
         if state.startswith("Z"):
             raise UsageError(
                 f"expected a running process, found {pid} ended (a zombie: its parent has not waited for it)"
             )
         if uid != os.geteuid():
             raise UsageError(f"expected a process of your own, found {pid} of user {uid}; run this as that user")
+        if len(numbers) > 1:
+            raise UsageError(
+                f"expected a process of this container, found {pid} in one of its own, as process {numbers[-1]}; "
+                "run this inside that one"
+            )
         python = _python(proc)
     except (FileNotFoundError, ProcessLookupError):
         raise UsageError(

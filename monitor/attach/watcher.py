@@ -76,6 +76,7 @@ class Watcher:
         self.crossing = crossing
         self.tell = tell
         self._scaled = False
+        self._has_looked = self._has_passed = False
         self._of: weakref.WeakKeyDictionary[Optimizer, Watched | None] = weakref.WeakKeyDictionary()
         self._losses = Losses()
         self._begun_at = time.monotonic()
@@ -85,7 +86,8 @@ class Watcher:
     @property
     def reason(self) -> str:
         """Why nothing is watched, where nothing is."""
-        return self.failure or f"expected a model with attention in training, found {listed(self.found)}"
+        unseen = "; no time was left to look what later optimizers train" if self._has_passed else ""
+        return self.failure or f"expected a model with attention in training, found {listed(self.found)}{unseen}"
 
     # --- behind every step, in the thread that trains -----------------------------------------------------------------
 
@@ -105,7 +107,7 @@ class Watcher:
         A script may make an optimizer for every batch, to train a copy or an input: looking for what each trains
         would take longer than its training. What looks may cost is `_FREE` and `_SHARE`; the first is not counted.
         """
-        loss, is_first = self._losses.take(), not self._of
+        loss, is_first = self._losses.take(), not self._has_looked
         if optimizer in self._of:
             self._step(optimizer, loss)
         elif is_first or self._spent <= _FREE + _SHARE * (time.monotonic() - self._begun_at):
@@ -113,6 +115,8 @@ class Watcher:
             self._look(optimizer)
             self._step(optimizer, loss)
             self._spent += 0.0 if is_first else time.monotonic() - started
+        else:
+            self._has_passed = True
 
     def _step(self, optimizer: Optimizer, loss: Tensor | None) -> None:
         watched = self._of[optimizer]
@@ -135,7 +139,7 @@ class Watcher:
 
     def _look(self, optimizer: Optimizer) -> None:
         """Who trains what, now that an optimizer has come up which nobody knows."""
-        is_first = not self._of
+        is_first, self._has_looked, self._has_passed = not self._has_looked, True, False
         found, self._scaled = find()
         self.found = numbered(found)
         if is_first and self.wanted.model not in (None, *range(len(found))):

@@ -17,6 +17,7 @@ def add(commands: Any) -> None:
 
     parser = commands.add_parser(
         "run",
+        allow_abbrev=False,  # the script may have a --r of its own
         help="start a training script watched, without a change to it",
         description="Starts `python SCRIPT ARGUMENTS...` in the place of this process and watches the models with "
         "attention that its optimizers train, from the second step on. Exit code, signals, sys.argv and __main__ are "
@@ -24,8 +25,9 @@ def add(commands: Any) -> None:
     )
     add_options(parser)
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    parser.add_argument(  # one list: the script may have a -- of its own
+        "script", metavar="SCRIPT", nargs=argparse.PARSER, help="the script, and its own arguments"
+    )
     parser.set_defaults(command=run)
 
 
@@ -40,10 +42,12 @@ def run(options: argparse.Namespace) -> int:
     if rank == "0" and size != "1":
         say(f"rank 0 of {size} is watched: its share of the batch")
     flags = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
-    python = [sys.executable, *_flags_of_python(flags), *(["-m"] if options.is_module else [])]
+    words = options.script[1:] if options.script[0] == "--" else options.script
+    before = ["-m"] if options.is_module else ["--"] if words[0].startswith("-") else []
+    python = [sys.executable, *_flags_of_python(flags), *before]
     sys.stdout.flush()
     sys.stderr.flush()
-    command = [*python, options.script, *options.arguments]
+    command = [*python, *words]
     os.execve(sys.executable, command, environment(asked) if rank == "0" else dict(os.environ))
 
 
