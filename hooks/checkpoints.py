@@ -31,8 +31,12 @@ _FIRST = (
     "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin",
     "adapter_model.safetensors", "adapter_model.bin",
 )  # fmt: skip
-_NO_WEIGHTS = re.compile(r"optim|sched|scaler|training_args|rng_state|random_states|trainer_state", re.IGNORECASE)
+_NO_WEIGHTS = re.compile(
+    r"(?<!model_)optim|sched|scaler|training_args|rng_state|random_states|trainer_state", re.IGNORECASE
+)
 _SHARD = re.compile(r"-\d+-of-\d+|mp_rank_\d+|zero_pp_rank|consolidated\.\d+|[._-]rank[._-]?\d+", re.IGNORECASE)
+_RANK_FOLDER = re.compile(r"mp_rank_\d+")
+"""Of Megatron: one rank's part of the model, whole where there is no other."""
 
 
 class Source(NamedTuple):
@@ -72,7 +76,7 @@ def source_of(path: Path) -> Source | None:
     inside = sorted(entry for entry in path.iterdir() if not _NO_WEIGHTS.search(entry.name))
     indices = [entry for entry in inside if entry.name.endswith(_INDEX)]
     files = [entry for entry in inside if entry.is_file() and entry.suffix.lower() in weight_files.KINDS]
-    folders = [entry for entry in inside if _is_file(entry / dcp.METADATA)]
+    folders = [entry for entry in inside if _is_file(entry / dcp.METADATA) or _RANK_FOLDER.match(entry.name)]
     for found in (indices, files, folders):
         if len(found) == 1:
             return source_of(found[0])
@@ -95,20 +99,21 @@ def is_checkpoint(path: Path) -> bool:
     if _NO_WEIGHTS.search(path.name):
         return False
     try:
-        return source_of(path) is not None and not (path.is_file() and _is_part(path))
+        return source_of(path) is not None and not _is_part(path)
     except OSError:
         return True
 
 
 def _is_part(path: Path) -> bool:
-    """Whether a file is named as one of several: `consolidated.00.pth` is whole where there is no other."""
-    if not _SHARD.search(path.name):
+    """Whether a path is named as one of several: `consolidated.00.pth` is whole where there is no other."""
+    named = _SHARD.search if path.is_file() else _RANK_FOLDER.match
+    if not named(path.name):
         return False
     total = re.search(r"-of-(\d+)", path.name)
     if total:
         return int(total[1]) > 1
     beside = [entry for entry in path.parent.glob(f"*{path.suffix}") if not _NO_WEIGHTS.search(entry.name)]
-    return sum(_SHARD.search(entry.name) is not None for entry in beside) > 1
+    return sum(named(entry.name) is not None for entry in beside) > 1
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -116,9 +121,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     source = source_of(path)
     if source is None:
         raise ValueError(f"expected a checkpoint at {str(path)!r}, found {_instead(path)}")
-    if source.path.is_file() and _is_part(source.path):
+    part = next((each for each in (source.path, source.path.parent) if _is_part(each)), None)
+    if part is not None:
         raise ValueError(
-            f"expected a whole checkpoint, found {str(source.path)!r}, one part of several; "
+            f"expected a whole checkpoint, found {str(part)!r}, one part of several; "
             f"give its index ({_INDEX}) or directory, or merge the parts into one state dict"
         )
     config = _config(source.path if source.kind == "dcp" else source.path.parent, path)
@@ -139,9 +145,10 @@ def _instead(path: Path) -> str:
         return f"a file of another kind; one of {', '.join(weight_files.KINDS)} or an index ({_INDEX}) is read"
     if not path.is_dir():
         return "neither a file nor a directory; give a weights file"
-    parts = [entry for entry in path.iterdir() if entry.suffix.lower() in weight_files.KINDS]
-    if any(_is_part(part) for part in parts):
-        return f"parts without the index that names them ({parts[0].name}); restore {_INDEX}, or merge them"
+    inside = [each for each in sorted(path.iterdir()) if each.is_dir() or each.suffix.lower() in weight_files.KINDS]
+    part = next(filter(_is_part, inside), None)
+    if part is not None:
+        return f"parts without the index that names them ({part.name}); restore {_INDEX}, or merge them"
     return "a directory without weights; give a weights file, or the directory that holds it"
 
 

@@ -122,10 +122,11 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 def _groups(tensors: Mapping[str, Entry]) -> list[_Group]:
     groups: dict[str, _Group] = {}
-    for name in tensors:
-        if _NOT_WEIGHTS.search(name):
-            continue
-        parts = _WRAPPERS.sub("", name).split(".")
+    plain = {name: _WRAPPERS.sub("", name) for name in tensors if not _NOT_WEIGHTS.search(name)}
+    if len(set(plain.values())) < len(plain):  # a model and its average, which differ in these words alone
+        plain = {name: name for name in plain}
+    for name, short in plain.items():
+        parts = short.split(".")
         for at, part in enumerate(parts):
             role = _role(part, ".".join(parts[:at]))
             if role:
@@ -216,8 +217,8 @@ class _Placer:
         if layout is None:
             known = f"model_type {self._facts.model_type!r} does not tell" if self._facts.model_type else "is not known"
             raise Unsettled(
-                f"{leaf} holds q, k and v in an order that {known}; give --layout "
-                + ", ".join(f"{key} ({text})" for key, text in LAYOUTS.items())
+                f"{leaf} holds q, k and v in an order that {known}; give {'' if self._facts.heads else '--heads, and '}"
+                "--layout " + ", ".join(f"{key} ({text})" for key, text in LAYOUTS.items())
             )
         shape = self._tensors[name].shape
         heads, kv_heads, d, transposed = self._facts.of_fused(leaf, shape)

@@ -186,10 +186,12 @@ def _open(step: Step, options: Options) -> _Opened:
 
 def _header(opened: Sequence[_Opened], options: Options, rules: Sequence[Rule]) -> dict[str, Any]:
     first = opened[0]
+    path = first.checkpoint.path.resolve()
+    named = path if len(opened) == 1 else path.parent  # several are of one run, which has the name above theirs
     names = {name for layer in first.placed for name in (layer.q.name, layer.k.name)}
     facts = {
         "source": CHECKPOINTS,
-        "model": str(first.checkpoint.config.get("model_type") or first.checkpoint.path.name),
+        "model": str(first.checkpoint.config.get("model_type") or named.name),
         "parameters": sum(int(np.prod(first.checkpoint.tensors[name].shape)) for name in names),
         "checkpoints": [
             {"step": each.step.number, "path": str(each.step.path), "step_from": each.step.source} for each in opened

@@ -211,7 +211,9 @@ def window(x: float, y: float, width: float, height: float, *children: object) -
 def step_axis(x: Scale, ticks: Iterable[float], top: float, bottom: float, text: float) -> Markup:
     """Uprights from top to bottom and the steps at height `text`; the script writes them anew when it zooms."""
     drawn = [
-        (rule(x.at(tick), top, x.at(tick), bottom, "grid"), label(x.at(tick), text, number(tick))) for tick in ticks
+        (rule(x.at(tick), top, x.at(tick), bottom, "grid"), label(x.at(tick), text, number(tick)))
+        for tick in ticks
+        if tick == int(tick)  # there are no halves of steps
     ]
     parts = [part for pair in drawn for part in pair]
     return element("g", *parts, class_="steps", data_top=float(top), data_bottom=float(bottom), data_text=float(text))

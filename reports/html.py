@@ -26,6 +26,7 @@ from attnwatch.reports.known import proofs
 from attnwatch.reports.order import ONE_RUN, order
 from attnwatch.reports.spectra import LEGEND, LOOKS, spectra
 from attnwatch.reports.summary import (
+    STATES,
     advising,
     check_summary,
     last_step,
@@ -34,6 +35,7 @@ from attnwatch.reports.summary import (
     onset,
     summarize,
     summary_of,
+    verdict,
     write_summary,
     write_whole,
 )
@@ -80,6 +82,8 @@ def render(runs: Sequence[Run]) -> str:
     """The page as text. Raises UsageError without a run."""
     if not runs:
         raise UsageError("expected at least one run to report on, found none; give a run directory")
+    if len(runs) > MOST_DRAWN:  # those that are drawn should be those that somebody looks for
+        runs = sorted(runs, key=lambda run: STATES.index(verdict(run)[0]))
     span = _span(runs)
     drawn = runs[:MOST_DRAWN]
     detail, shared = detail_of(drawn), axes(runs, span)
@@ -95,9 +99,8 @@ def render(runs: Sequence[Run]) -> str:
                 for run, name, maps in zip(runs, facts.names(runs), all_maps, strict=True)
             ],
             differences=compare.differences(runs),
-            outcomes=compare.outcomes(runs),
+            outcomes=list(zip(compare.outcomes(runs), map(overlay.swatch, overlay.lines(runs)), strict=True)),
             overlay=overlay.overlay(runs, shared) if many else Markup(""),
-            swatches=[overlay.swatch(line) for line in overlay.lines(runs)],
             groups=sheet.groups,
             detail=detail,
             thinned=any(len(run.steps) > detail.points for run in drawn),

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from attnwatch.monitor.run import Run
 
 COLLAPSE = ("sparse_low_rank", "entropy_collapse")
+STATES = ("diverged", "collapsed", "critical", "warning", "unknown", "healthy")
+"""Of a verdict, the gravest first."""
 FORMAT = 1
 """Of summary.json: raised when a name changes its meaning or goes; new names may come any time."""
 
@@ -165,7 +167,7 @@ def blindness(run: Run) -> str | None:
 
 
 def verdict(run: Run) -> tuple[str, str]:
-    """State ("diverged", "collapsed", "critical", "warning", "unknown" or "healthy") and one sentence."""
+    """State (of STATES) and one sentence."""
     start, blind = onset(run), blindness(run)
     alerts = measured.warnings(run.alerts)
     critical = [alert for alert in alerts if alert.severity == "critical"]

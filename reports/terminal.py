@@ -23,7 +23,7 @@ from attnwatch.reports.keys import decode
 
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[2J"  # the other page, no cursor, clear
 _LEAVE = "\x1b[0m\x1b[?25h\x1b[?1049l"
-_DEADLY = (signal.SIGTERM, signal.SIGHUP)
+_DEADLY = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class _Killed(BaseException):
@@ -86,14 +86,25 @@ class Terminal:
         return found
 
     def enter(self) -> None:
-        tty.setcbreak(self._keyboard, termios.TCSADRAIN)
+        tty.setcbreak(self._keyboard, termios.TCSANOW)
+        modes = termios.tcgetattr(self._keyboard)
+        modes[0] &= ~termios.IXON  # Ctrl-S would hold the screen, and a signal could not end who waits to write on it
+        termios.tcsetattr(self._keyboard, termios.TCSANOW, modes)
         self._write(_ENTER)
 
     def leave(self) -> None:
+        if self._is_another_s():
+            return
         with contextlib.suppress(OSError, termios.error):  # the terminal itself may be gone
             self._write(_LEAVE)
         with contextlib.suppress(OSError, termios.error):
-            termios.tcsetattr(self._keyboard, termios.TCSADRAIN, self._before)
+            termios.tcsetattr(self._keyboard, termios.TCSANOW, self._before)
+
+    def _is_another_s(self) -> bool:
+        """Whether the shell has the terminal: it was given back by Ctrl-Z, and whoever touches it now is stopped."""
+        with contextlib.suppress(OSError):  # no terminal of ours to share with a shell
+            return os.tcgetpgrp(self._keyboard) not in (os.getpgrp(), 0)  # 0: a group of another container
+        return False
 
     def close(self) -> None:
         os.close(self._wake)
@@ -126,15 +137,17 @@ class Terminal:
 def terminal() -> Iterator[Terminal]:
     """Takes the terminal of stdin and stdout; gives it back as it was, also after an error, Ctrl-C, SIGTERM and SIGHUP.
 
-    The last two then end the process as they would have: who sent them sees that they did.
+    The last two then end the process as they would have: who sent them sees that they did. Of several the first counts.
     """
     ours = Terminal(sys.stdin, sys.stdout)
     handlers: dict[int, Any] = dict.fromkeys(_DEADLY, _die)
     handlers |= {signal.SIGTSTP: ours.ask_stop, signal.SIGWINCH: lambda *_: None}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    before = {number: signal.getsignal(number) for number in handlers}
     wakeup = signal.set_wakeup_fd(ours.wakeup, warn_on_full_buffer=False)
     killed = 0
     try:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         ours.enter()
         yield ours
     except _Killed as end:
@@ -152,5 +165,6 @@ def terminal() -> Iterator[Terminal]:
 
 def _die(number: int, _: FrameType | None) -> None:
     for deadly in _DEADLY:
-        signal.signal(deadly, signal.SIG_IGN)  # once is enough: nothing may interrupt the giving back
-    raise _Killed(number)
+        # Once is enough: nothing may interrupt the giving back. Of SIG_IGN Python complains if one has come already.
+        signal.signal(deadly, lambda *_: None)
+    raise KeyboardInterrupt if number == signal.SIGINT else _Killed(number)

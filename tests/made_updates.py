@@ -11,6 +11,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from attnwatch.monitor.alerts import Alert
+from attnwatch.monitor.outputs.prometheus import Prometheus, PrometheusOutput, prometheus_outputs
 from attnwatch.monitor.sample import Coverage, Metric, Problem, Sample, Update
 
 Found = dict[str, dict[tuple[str, ...], float]]
@@ -77,3 +78,11 @@ def parsed(text: str) -> Found:
         for name, labels, value, *_ in family.samples:
             found.setdefault(name, {})[tuple(labels[key] for key in sorted(labels))] = value
     return found
+
+
+def server(settings: Prometheus) -> PrometheusOutput:
+    """The one output of such settings."""
+    (output,), refused = prometheus_outputs(METRICS, settings)
+    assert refused == []
+    assert isinstance(output, PrometheusOutput)
+    return output

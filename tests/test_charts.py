@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import struct
 import zlib
 
@@ -38,6 +39,13 @@ def test_log_scale_puts_decades_at_equal_distances_and_zero_at_the_edge() -> Non
     scale = charts.Scale(1.0, 1000.0, 0.0, 30.0, log=True)
     assert scale([1, 10, 100, 1000, 0, -5]) == pytest.approx([0, 10, 20, 30, 0, 0])
     assert scale.ticks(4) == [1, 10, 100, 1000]
+
+
+def test_an_axis_of_few_steps_has_whole_ones_only() -> None:
+    """As of four checkpoints, whose steps are 0 to 3."""
+    scale = charts.Scale(0, 3, 0, 100)
+    assert scale.ticks(8) == [0, 0.5, 1, 1.5, 2, 2.5, 3]
+    assert re.findall(r">(\S+)</text>", charts.step_axis(scale, scale.ticks(8), 0, 1, 2)) == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize(

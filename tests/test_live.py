@@ -120,6 +120,38 @@ def test_a_deadly_signal_ends_the_process_as_it_should_and_gives_the_terminal_ba
         assert "Traceback" not in window.text
 
 
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_interrupt_the_giving_back(plain: Path, second: int) -> None:
+    with Window(live(plain)) as window:
+        window.sees("Alerts:")
+        window.type("\x03")
+        window.process.send_signal(second)
+        assert window.ends() in (130, -second)
+        assert window.is_given_back()
+        assert "Traceback" not in window.text
+
+
+def test_ctrl_s_holds_nothing_that_a_signal_would_have_to_wait_for(plain: Path) -> None:
+    with Window(live(plain)) as window:
+        window.sees("Alerts:")
+        window.type("\x13m")
+        window.sees("sink_mass, 12 layers")
+        window.process.send_signal(signal.SIGTERM)
+        assert window.ends() == -signal.SIGTERM
+        assert window.is_given_back()
+
+
+def test_a_stopped_screen_is_killed_and_leaves_the_shell_its_terminal(plain: Path) -> None:
+    with Window(["bash", "--norc", "--noprofile", "-i"], PS1="$ ") as window:
+        window.until(lambda: "$" in window.text)
+        window.type(f"{COMMAND} live {plain} --every 0.1\n")
+        window.sees("Alerts:")
+        window.type("\x1a")
+        window.until(lambda: "Stopped" in window.text)
+        window.type("kill %1; while kill -0 %1 2>/dev/null; do sleep 0.05; done; exit 7\n")
+        assert window.ends() == 7
+
+
 def test_ctrl_c_gives_the_terminal_back(plain: Path) -> None:
     with Window(live(plain)) as window:
         window.sees("Alerts:")
@@ -155,6 +187,9 @@ def test_a_resized_window_is_filled_anew_and_nothing_is_wider_than_it(plain: Pat
         assert "The loss diverged from step 688" in screen
         window.type("jjjjjjjjjj")
         window.sees(">10 ")
+        window.resize(10, 3)
+        window.sees("q quit", not_="layers")
+        assert len(window.text.splitlines()) == 3
         window.resize(120, 50)
         window.sees("12 layers, 4 heads", "Alerts: 4 firing, 1 resolved", "q quit")
 

@@ -119,3 +119,13 @@ def test_models_of_parts_and_narrowed_attention_are_never_read_wrong(tmp_path: P
             if isinstance(layer, Placed):
                 said = [getattr(modules[layer.layer], n, None) for n in ("num_heads", "num_attention_heads")]
                 assert layer.heads in said, layer
+
+
+def test_a_model_and_its_average_under_the_name_of_a_wrapper_are_two() -> None:
+    """As `model.state_dict() | averaged.state_dict()` of torch.optim.swa_utils.AveragedModel; alone it is a wrapper."""
+    names = [f"layers.{n}.attn.{side}_proj.weight" for n in range(2) for side in "qk"]
+    averaged = {f"module.{name}": Entry((24, 24), "float32") for name in names}
+    model = {name: Entry((24, 24), "float32") for name in names}
+    both = [each.layer for each in place(model | averaged, {}, heads=4)]
+    assert both == ["layers.0.attn", "layers.1.attn", "module.layers.0.attn", "module.layers.1.attn"]
+    assert [each.layer for each in place(averaged, {}, heads=4)] == ["layers.0.attn", "layers.1.attn"]

@@ -35,7 +35,7 @@ class Run:
         self.model = Decoder(partial(Attention, fused))
         self.monitor = attnwatch.watch(
             self.model, run=path, every=1, spectrum_every=1, rules=[RULE], report=False,
-            prometheus=attnwatch.Prometheus(port=port, linger=60),
+            prometheus=attnwatch.Prometheus(port=port, linger=5),
         )  # fmt: skip
         assert self.monitor.metrics_port is not None
         self.port = self.monitor.metrics_port

@@ -1,4 +1,4 @@
-"""How a server finds a run, and how it learns that the run has ended: target files, textfiles, the last scrape."""
+"""How a server finds a run: target files and textfiles."""
 
 from __future__ import annotations
 
@@ -6,24 +6,19 @@ import json
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import closing as closed_after
+from collections.abc import Callable
 from dataclasses import replace
-from http.client import HTTPConnection
 from pathlib import Path
-from threading import Thread, current_thread
-from types import SimpleNamespace
+from threading import Thread
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
 from tests import monitoring
-from tests.made_updates import EMPTY, METRICS, alert, fetch, full_update, parsed
+from tests.made_updates import EMPTY, METRICS, alert, fetch, full_update, parsed, server
 
-from attnwatch.monitor.outputs import prometheus, textfile
+from attnwatch.monitor.outputs import textfile
 from attnwatch.monitor.outputs.alerting import prometheus_rules
-from attnwatch.monitor.outputs.exposition import Exposition
 from attnwatch.monitor.outputs.prometheus import Prometheus, PrometheusOutput, prometheus_outputs
 from attnwatch.monitor.outputs.textfile import TextfileOutput
 
@@ -45,122 +40,6 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-
-
-def server(settings: Prometheus) -> PrometheusOutput:
-    """The one output of such settings."""
-    (output,), refused = prometheus_outputs(METRICS, settings)
-    assert refused == []
-    assert isinstance(output, PrometheusOutput)
-    return output
-
-
-def closing(output: PrometheusOutput) -> Thread:
-    thread = Thread(target=output.close, name="closing", daemon=True)
-    thread.start()
-    return thread
-
-
-def is_free(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
-    except ConnectionRefusedError:
-        return True
-    return False
-
-
-# --- the end ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_final_state_stays_until_it_was_scraped(wait_for: Callable[..., Any]) -> None:
-    output = server(Prometheus(port=0, linger=FOREVER))
-    output.write(full_update(("h.0",)))
-    assert parsed(fetch(output.port))["attnwatch_finished"] == {(): 0}
-    thread = closing(output)
-    found = wait_for(lambda: (now := parsed(fetch(output.port)))["attnwatch_finished"] == {(): 1} and now, "the end")
-    assert found["attnwatch_step"] == {(): 100}
-    thread.join(timeout=60)
-    assert not thread.is_alive()
-    assert is_free(output.port)
-
-
-def test_who_has_just_been_answered_counts_as_one_who_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the server's thread is: a run that closes at that moment is there for one more scrape."""
-
-    def slow() -> float:
-        if current_thread().name != "closing":
-            time.sleep(0.2)
-        return time.monotonic()
-
-    monkeypatch.setattr(prometheus, "time", SimpleNamespace(monotonic=slow))
-    output = server(Prometheus(port=0, linger=FOREVER))
-    assert parsed(fetch(output.port))["attnwatch_finished"] == {(): 0}
-    thread = closing(output)
-    thread.join(timeout=0.5)
-    assert thread.is_alive()
-    assert parsed(fetch(output.port))["attnwatch_finished"] == {(): 1}
-    thread.join(timeout=60)
-    assert not thread.is_alive()
-
-
-def finished(port: int, source: str) -> bool:
-    """What a scrape from that address of this machine finds."""
-    with closed_after(HTTPConnection("127.0.0.1", port, timeout=30, source_address=(source, 0))) as client:
-        client.request("GET", "/metrics")
-        return parsed(client.getresponse().read().decode())["attnwatch_finished"] == {(): 1}
-
-
-def test_each_of_a_pair_of_servers_is_told_of_the_end(wait_for: Callable[..., Any]) -> None:
-    """Prometheus is run twice, on two hosts, where it must not be missed. All of 127.0.0.0/8 is this machine."""
-    output = server(Prometheus(port=0, linger=FOREVER))
-    assert not finished(output.port, "127.0.0.2")
-    assert not finished(output.port, "127.0.0.3")
-    thread = closing(output)
-    wait_for(lambda: finished(output.port, "127.0.0.2"), "the first to see the end")
-    thread.join(timeout=0.5)
-    assert thread.is_alive()
-    assert finished(output.port, "127.0.0.3")
-    thread.join(timeout=60)
-    assert not thread.is_alive()
-
-
-def test_an_answer_that_says_finished_is_the_last_one(
-    monkeypatch: pytest.MonkeyPatch, wait_for: Callable[..., Any]
-) -> None:
-    """Also when the run ends while a scrape is answered: then the scraper is told with the next one, or with this."""
-    output = server(Prometheus(port=0, linger=FOREVER))
-    fetch(output.port)
-    rendered, threads = Exposition.text, []
-
-    def end_before(exposition: Exposition) -> Iterator[str]:
-        if not threads:
-            threads.append(closing(output))
-            wait_for(lambda: output._exposition.finished, "the end")
-        return rendered(exposition)
-
-    monkeypatch.setattr(Exposition, "text", end_before)
-    answers = [parsed(fetch(output.port))["attnwatch_finished"] == {(): 1}]
-    if not answers[0]:
-        answers.append(parsed(fetch(output.port))["attnwatch_finished"] == {(): 1})
-    assert answers[-1]
-    threads[0].join(timeout=60)
-    assert not threads[0].is_alive()
-
-
-def test_nobody_waits_for_a_scrape_that_nobody_makes() -> None:
-    output = server(Prometheus(port=0, linger=FOREVER))
-    thread = closing(output)
-    thread.join(timeout=60)
-    assert not thread.is_alive()
-
-
-def test_the_wait_is_bounded() -> None:
-    output = server(Prometheus(port=0, linger=0.05))
-    fetch(output.port)
-    thread = closing(output)
-    thread.join(timeout=60)
-    assert not thread.is_alive()
-    assert is_free(output.port)
 
 
 # --- the target file --------------------------------------------------------------------------------------------------
@@ -245,7 +124,7 @@ def test_a_real_prometheus_finds_two_ranks_and_tells_an_end_from_a_crash(
         [sys.executable, "-c", KILLED, targets / "gpt.json"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     rank(0)
-    ended = server(Prometheus(port=0, file_sd=targets / "gpt.json", labels={"run": "gpt"}, linger=60))
+    ended = server(Prometheus(port=0, file_sd=targets / "gpt.json", labels={"run": "gpt"}, linger=5))
     ended.write(full_update(("h.0",)))
     rules = prometheus_rules([]).replace("for: 5m", "for: 1s")
     assert killed.stdout is not None

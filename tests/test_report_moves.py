@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests import made_runs
 from tests.browser import Browser
+from tests.test_report import small_run
 
 from attnwatch.monitor.run import Run
 from attnwatch.monitor.store import open_run
@@ -49,6 +50,22 @@ def page(runs: list[Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def both(runs: list[Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return html.write_report(runs, tmp_path_factory.mktemp("page") / "report.html")
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of ten runs; of each state there is one at least, the healthy ones first and last."""
+    place = tmp_path_factory.mktemp("crowd")
+    alerts = {
+        "warning": [made_runs.alert("entropy_collapse", severity="warning")],
+        "diverged": [made_runs.divergence(5, 20)],
+        "critical": [made_runs.alert("nonfinite")],
+        "collapsed": [made_runs.alert()],
+    }
+    runs = [small_run(place / f"healthy{at}", samples=3) for at in range(4)]
+    runs += [small_run(place / name, *fired) for name, fired in alerts.items()]
+    runs += [small_run(place / "unknown", samples=1), small_run(place / "last", samples=3)]
+    return html.write_report(runs, place / "report.html")
 
 
 def press(browser: Browser, key: str, times: int = 1) -> None:
@@ -229,6 +246,29 @@ def test_runs_are_told_apart_without_colour(browser: Browser, both: Path) -> Non
     assert browser.evaluate(f"[...document.querySelectorAll('.overlay .zoom > g')].map({dashes})") == [None, "7 3"]
 
 
+def test_of_many_runs_the_table_of_verdicts_leads_gravest_first(browser: Browser, crowd: Path) -> None:
+    """With how many there are of each above it, and every verdict in full folded away."""
+    browser.open(crowd)
+    sections = "[...document.querySelectorAll('main section')].slice(0, 2).map(s => s.id || s.className)"
+    assert browser.evaluate(sections) == ["compared", "verdicts"]
+    assert browser.evaluate("document.querySelector('.verdicts').closest('details').open") is False
+    names = browser.evaluate("[...document.querySelectorAll('.outcomes tbody th')].map(th => th.innerText.trim())")
+    assert names == [
+        "diverged", "collapsed", "critical", "warning", "unknown", *(f"healthy{at}" for at in range(4)), "last",
+    ]  # fmt: skip
+    drawn = browser.evaluate("[...document.querySelectorAll('.panel > title')].map(title => title.textContent)")
+    assert drawn == [f"entropy_ratio by layer, {name}" for name in names[:6]]
+    counts = browser.evaluate("[...document.querySelectorAll('.tally .tone')].map(each => each.innerText)")
+    assert counts == [
+        "▲ diverged: 1",
+        "▲ collapsed: 1",
+        "▲ critical: 1",
+        "◆ warning: 1",
+        "? unknown: 1",
+        "✓ healthy: 5",
+    ]
+
+
 def complaints(browser: Browser, **options: Any) -> list[str]:
     """What axe-core finds wrong with the page as it stands, everything unfolded."""
     browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
@@ -250,6 +290,21 @@ def test_axe_finds_nothing_wrong(browser: Browser, both: Path) -> None:
 def test_axe_finds_contrast_enough_in_the_dark(browser: Browser, both: Path) -> None:
     browser.open(both, dark=True)
     assert complaints(browser, runOnly=["color-contrast", "scrollable-region-focusable"]) == []
+
+
+@pytest.mark.parametrize(("dark", "width"), [(False, 1280), (True, 390)])
+def test_axe_finds_every_verdict_readable(browser: Browser, crowd: Path, dark: bool, width: int) -> None:
+    """The colours of all six, on a wide and on a narrow screen."""
+    browser.open(crowd, dark=dark, width=width)
+    assert complaints(browser) == []
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_colours_that_mean_something_stay_where_a_system_forces_its_own(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "forced-colors", "value": "active"}])
+    colours = "[...document.querySelectorAll('.depths i')].map(i => getComputedStyle(i).backgroundColor)"
+    assert len(set(browser.evaluate(colours))) == 8
 
 
 def test_axe_would_have_found_it(browser: Browser, page: Path, tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from tests import checkpoints
 from tests.checkpoints import FORMATS, HEADS, KV_HEADS, reference, save, weights
 
-from attnwatch.hooks.checkpoints import open_checkpoint
+from attnwatch.hooks.checkpoints import is_checkpoint, open_checkpoint
 from attnwatch.monitor.cli import main
 from attnwatch.monitor.scan import scan
-from attnwatch.monitor.steps import Step
+from attnwatch.monitor.steps import Step, find_steps
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -67,6 +67,16 @@ def _deepspeed(folder: Path) -> None:
     torch.save({"optimizer_state_dict": {}}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
+def _megatron(folder: Path, ranks: int = 1) -> Path:
+    """Model, optimizer and random state of a rank in one file."""
+    for rank in range(ranks):
+        place = folder / "iter_0000500" / f"mp_rank_{rank:02}"
+        place.mkdir(parents=True)
+        torch.save({"model": weights(), "iteration": 500}, place / "model_optim_rng.pt")
+        torch.save({"state": {"q_proj.weight": torch.ones(4, 4)}}, place / "distrib_optim.pt")
+    return folder / "iter_0000500"
+
+
 def _sharded_trainer(folder: Path) -> None:
     """Hugging Face's Trainer with FSDP: the model and the optimizer in directories of their own."""
     checkpoints.save_distributed(folder / "pytorch_model_fsdp_0", weights())
@@ -89,6 +99,16 @@ def test_directories_of_trainers_are_known(made: Callable[[Path], None], tmp_pat
     found = scan([Step(0, tmp_path, "order")], heads=HEADS).checkpoints[0]
     assert found.sample.layers == tuple(f"model.layers.{n}.self_attn" for n in range(3))
     assert {(layer.heads, layer.kv_heads) for layer in found.coverage} == {(HEADS, KV_HEADS)}
+
+
+def test_megatrons_iterations_are_steps(tmp_path: Path) -> None:
+    """A directory of them, one of them, one rank's directory, and its file are the same weights."""
+    iteration = _megatron(tmp_path)
+    rank = iteration / "mp_rank_00"
+    for path, number in ((tmp_path, 500), (iteration, 500), (rank, 0), (rank / "model_optim_rng.pt", 0)):
+        (step,) = find_steps([path], is_checkpoint)
+        assert step.number == number
+        assert len(scan([step], heads=HEADS).checkpoints[0].sample.layers) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float64])
@@ -302,6 +322,12 @@ REFUSED = {
     "nothing": (lambda folder: folder / "nowhere", "found nothing"),
     "another file": (lambda folder: Path(__file__), "a file of another kind"),
     "parts without an index": (_parts, "parts without the index that names them"),
+    "ranks of Megatron": (lambda folder: _megatron(folder, 2), "parts without the index that names them (mp_rank_00)"),
+    "one rank of two": (lambda folder: _megatron(folder, 2) / "mp_rank_01", "one part of several"),
+    "a file of one rank of two": (
+        lambda folder: _megatron(folder, 2) / "mp_rank_01" / "model_optim_rng.pt",
+        "one part of several",
+    ),
     "a pointer of Git LFS": (_pointer, "found a pointer of Git LFS to them; git lfs pull"),
     "a list": (_list, "a list, no state dict"),
     "meta tensors": (_meta, "no numbers: saved from the meta device"),

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnwatch.monitor.commands.runs import printer
+from attnwatch.monitor.leads import warnings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -146,10 +147,12 @@ def show(found: Scan, console: Console) -> None:
 def _title(found: Scan) -> str:
     last = found.checkpoints[-1]
     steps = [scanned.step for scanned in found.checkpoints]
-    counted = "step" if steps[0].source == "name" else "checkpoint"
     if len(steps) == 1:
         return f"{last.step.path}: {len(last.sample.layers)} layers"
-    return f"{len(steps)} checkpoints, {counted} {steps[0].number} to {steps[-1].number}; the last, {last.step.path}:"
+    if steps[0].source == "name":
+        return f"{len(steps)} checkpoints, step {steps[0].number} to {steps[-1].number}; the last, {last.step.path}:"
+    order = f"steps are not in all names, so counted from {steps[0].number}, {steps[0].path}"
+    return f"{len(steps)} checkpoints ({order}); the last, {steps[-1].number}, {last.step.path}:"
 
 
 def _row(scanned: Scanned, at: int, normed: bool) -> list[str]:
@@ -188,7 +191,8 @@ def _spark(found: Scan, layer: str, blocks: str) -> str:
         past.append(float(np.median(row[np.isfinite(row)])) if np.isfinite(row).any() else math.nan)
     shown = [past[round(i)] for i in np.linspace(0, len(past) - 1, min(len(past), 24))]
     marks = "".join(" " if math.isnan(x) else blocks[min(max(int(x * 7.5), 0), 7)] for x in shown)
-    return f"{past[0]:.2f} {marks} {past[-1]:.2f}"
+    first, last = ("-" if math.isnan(x) else f"{x:.2f}" for x in (past[0], past[-1]))
+    return f"{first} {marks} {last}"
 
 
 def _findings(found: Scan) -> Iterator[str]:
@@ -213,15 +217,25 @@ def _findings(found: Scan) -> Iterator[str]:
         if alert.fired_step is not None:
             ended = "" if alert.resolved_step is None else f" (until step {alert.resolved_step})"
             yield f"step {alert.fired_step}{ended}: {alert.severity}: {alert.rule}: {alert.summary}"
+    for rule, advice in {alert.rule: alert.advice for alert in warnings(found.alerts)}.items():
+        yield f"what to do about {rule}: {advice}"
     unplaced: dict[str, list[str]] = {}
     for scanned in found.checkpoints:
         for layer in scanned.coverage:
             if layer.state == "uncovered" and layer.name not in unplaced.setdefault(layer.note, []):
                 unplaced[layer.note].append(layer.name)
     for note, names in unplaced.items():
-        which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} layers)"
-        yield f"not placed: {which}: {note}"
+        yield f"not placed: {_named(names)}: {note}"
+    newest = {name: scanned.step.number for scanned in found.checkpoints for name in scanned.sample.layers}
+    gone = {name: step for name, step in newest.items() if name not in last.sample.layers}
+    if gone:
+        until = max(gone.values())
+        yield f"not in the last checkpoint, so not in the table: {_named(list(gone))}, last seen at step {until}"
     yield LIMITS
+
+
+def _named(layers: Sequence[str]) -> str:
+    return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]} ({len(layers)} layers)"
 
 
 def as_data(found: Scan) -> dict[str, Any]:

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import socket
-import sys
-import time
-import zlib
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from copy import copy
 from dataclasses import dataclass, field
-from errno import EADDRINUSE, EADDRNOTAVAIL, EINVAL
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from socketserver import ThreadingTCPServer
-from threading import Condition, Thread
-from typing import Any, Protocol
+from threading import Thread
+from typing import Protocol
 
 from attnwatch.monitor.outputs.exposition import SERIES, Exposition
+from attnwatch.monitor.outputs.scrapes import PICK, listen
 from attnwatch.monitor.outputs.textfile import TextfileOutput, replace_file
 from attnwatch.monitor.sample import Metric, Update, UsageError
 
-LOG = logging.getLogger("attnwatch")
-
-_CLIENTS = 64
-_PICK = "pass prometheus=0 to let the system pick"
 _TAKEN = {"layer", "stat", "head", *(label for series in SERIES for label in series.labels)}
 
 
@@ -60,7 +48,7 @@ class Prometheus:
 
     def __post_init__(self) -> None:
         if self.port is not None and (type(self.port) is not int or not 0 <= self.port <= 65535):
-            raise UsageError(f"prometheus: expected a port from 0 to 65535, found {self.port!r}; {_PICK}")
+            raise UsageError(f"prometheus: expected a port from 0 to 65535, found {self.port!r}; {PICK}")
         if self.port is None and ((self.textfile is None and not self.registry) or self.file_sd is not None):
             raise UsageError(
                 "prometheus: expected a port, found none; without one there can be textfile= and registry=, no file_sd="
@@ -141,7 +129,7 @@ class PrometheusOutput:
 
     def __init__(self, metrics: Sequence[Metric], settings: Prometheus) -> None:
         self._exposition = Exposition(metrics, settings.heads)
-        self._server = _listen(settings.host, settings.port or 0, self._exposition)
+        self._server = listen(settings.host, settings.port or 0, self._exposition)
         self._linger = settings.linger
         self._target: tuple[Path, bytes] | None = None
         self._closed = False
@@ -175,7 +163,8 @@ class PrometheusOutput:
     def close(self) -> None:
         """Tells that the run is finished, waits until who scrapes it was told, and frees the port. Safe to call twice.
 
-        Waits at most `linger` seconds, and only for hosts that have scraped within twice that time.
+        Waits at most `linger` seconds: until each host was told as often as it has scraped within that time, for two
+        servers may come from one address; once, if it has scraped within twice that time.
         """
         if self._closed:
             return
@@ -204,125 +193,6 @@ class PrometheusOutput:
         with suppress(OSError):
             return self._target is not None and self._target[0].read_bytes() != self._target[1]
         return False  # it is gone
-
-
-def _takes_gzip(accepted: str) -> bool:
-    """Whether an `Accept-Encoding` names it, and not with the quality 0, which is a refusal (RFC 9110, 12.4.2)."""
-    for coding in accepted.lower().split(","):
-        name, *weights = (part.strip() for part in coding.split(";"))
-        if name == "gzip":
-            return not any(re.fullmatch(r"q=0(\.0*)?", weight) for weight in weights)
-    return False
-
-
-def _zipped(pieces: Iterable[bytes]) -> bytes:
-    """Piece by piece: zlib lets go of the GIL, so that a trainer waits for one family of series, not for all."""
-    zipper = zlib.compressobj(level=1, wbits=31)  # 31: gzip's format. Level 9 takes ten times as long.
-    return b"".join([*map(zipper.compress, pieces), zipper.flush()])
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = 30  # seconds; an idle or stuck client's thread ends
-
-    def do_GET(self) -> None:
-        if not re.fullmatch("(?:http://[^/?#]*)?/metrics", self.path.partition("?")[0]):
-            self.send_error(404, explain="The metrics are at /metrics.")
-            return
-        exposition = copy(self.server.exposition)  # what the text says and whether it is the end belong together
-        families = (family.encode() for family in exposition.text())
-        self.send_response(200)
-        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-        if _takes_gzip(",".join(self.headers.get_all("Accept-Encoding", []))):
-            self.send_header("Content-Encoding", "gzip")
-            body = _zipped(families)
-        else:
-            body = b"".join(families)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        host = self.client_address[0]
-        self.server.scraped[host] = time.monotonic()  # before the answer: who reads it may close the run at once
-        self.wfile.write(body)
-        if exposition.finished:
-            self.server.tell(host)
-
-    do_HEAD = do_GET  # noqa: N815 (the library asks for this name)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are no news."""
-
-
-class _Server(ThreadingTCPServer):
-    """A thread per client, so that a slow one holds up nobody. scraped: when each host last asked, by the monotonic
-    clock: of a pair of servers that scrape the same, both are to see the end.
-
-    Of more than `_CLIENTS` at a time the oldest is let go: threads and file descriptors are the trainer's too.
-    """
-
-    # Not HTTPServer: that one looks up the host's name at start, which takes seconds where DNS is broken.
-    allow_reuse_address = True
-    daemon_threads = True
-    request_queue_size = 64
-
-    def __init__(self, host: str, port: int, exposition: Exposition) -> None:
-        self.exposition = exposition
-        self._clients: OrderedDict[Any, None] = OrderedDict()
-        self.scraped: dict[str, float] = {}
-        self._told: set[str] = set()  # of the end
-        self._news = Condition()
-        if ":" in host:
-            self.address_family = socket.AF_INET6
-        super().__init__((host, port), _Handler)
-
-    def tell(self, host: str) -> None:
-        with self._news:
-            self._told.add(host)
-            self._news.notify_all()
-
-    def wait(self, seconds: float) -> None:
-        """Until each host that asked within twice that time was told of the end, at most so long."""
-        latest = time.monotonic() - 2 * seconds
-        hosts = {host for host, at in self.scraped.copy().items() if at > latest}
-        with self._news:
-            self._news.wait_for(lambda: hosts <= self._told, seconds)
-
-    def get_request(self) -> Any:
-        try:
-            return super().get_request()
-        except OSError:  # no file descriptor is left: the library would ask again at once, and again
-            time.sleep(0.1)
-            raise
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self._clients[request] = None
-        if len(self._clients) > _CLIENTS:
-            oldest, _ = self._clients.popitem(last=False)
-            with suppress(OSError):  # it has just gone
-                oldest.shutdown(socket.SHUT_RDWR)  # its thread sees the end
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self._clients.pop(request, None)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        error = sys.exception()
-        if not isinstance(error, OSError):  # OSError: the client hung up
-            LOG.error("attnwatch: a scrape failed", exc_info=error)
-
-
-def _listen(host: str, port: int, exposition: Exposition) -> _Server:
-    try:
-        return _Server(host, port, exposition)
-    except (OSError, TypeError) as error:  # TypeError: a text that can be no host's name
-        errno, reason, advice = getattr(error, "errno", None), getattr(error, "strerror", None) or error, _PICK
-        if errno == EADDRINUSE:
-            advice += "; an earlier monitor of this process may hold it until its monitor.close()"
-        if errno in (EADDRNOTAVAIL, EINVAL) or isinstance(error, socket.gaierror | TypeError):
-            advice = "pass host= an address of this machine"
-        raise UsageError(f"expected a free port, found {host}:{port} ({reason}); {advice}") from None
 
 
 @contextmanager
