@@ -27,6 +27,11 @@ class EagerStep:
         if self not in self._running:
             self._running.append(self)
 
+    @classmethod
+    def runs(cls) -> bool:
+        """Whether any step holds the stance."""
+        return bool(cls._running)
+
     def stop(self) -> None:
         if self not in self._running:
             return

@@ -24,6 +24,8 @@ UNIT_GAIN = frozenset(
     }
 )  # fmt: skip
 """Whose norms multiply by 1 + the weight."""
+GATED = frozenset(("qwen3_next",))
+"""Whose projection of queries makes a gate of the same size beside each head."""
 
 _PARTS = ("text", "vision", "audio", "encoder", "decoder")
 _ALSO = {"vision": ("visual",), "backbone": ("pixel_level_module",)}

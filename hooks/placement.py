@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from attnwatch.hooks.facts import FUSED, Facts, Unsettled, facts_of
+from attnwatch.hooks.facts import FUSED, GATED, Facts, Unsettled, facts_of
 from attnwatch.hooks.layouts import Layout, Shape, layouts
 from attnwatch.hooks.weight_files import Entry
 
@@ -204,10 +204,12 @@ class _Placer:
         """Queries and keys in weights of their own: `[out, in]` as torch.nn.Linear has them."""
         names = self._weight("q", query), self._weight("k", key)
         (out_q, _), (out_k, _) = (self._tensors[name].shape for name in names)
-        heads, kv_heads, d = self._facts.of_separate(out_q, out_k)
+        is_gated = self._facts.model_type in GATED
+        heads, kv_heads, d = self._facts.of_separate(out_q // 2 if is_gated else out_q, out_k)
+        labels = f"{heads} heads of [{d} q, {d} gate]" if is_gated else "whole", "whole"
         parts = [
-            Part(name, _layout(Shape(side, heads, n, d, 0), n * d, query, "whole"), False)
-            for side, name, n in zip("qk", names, (heads, kv_heads), strict=True)
+            Part(name, _layout(Shape(side, heads, n, d, 0), out, query, label), False)
+            for side, name, n, out, label in zip("qk", names, (heads, kv_heads), (out_q, out_k), labels, strict=True)
         ]
         return self._placed(parts, heads, kv_heads, d, f"{query}, {key}")
 
