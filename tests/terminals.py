@@ -11,7 +11,8 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -101,3 +102,15 @@ class Window:
 
     def _set_size(self, columns: int, lines: int) -> None:
         fcntl.ioctl(self._leader, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+
+@contextmanager
+def stopped(command: str, shown: str) -> Iterator[Window]:
+    """A shell in which a command was stopped by Ctrl-Z, once it had shown something."""
+    with Window(["bash", "--norc", "--noprofile", "-i"], PS1="$ ") as window:
+        window.until(lambda: "$" in window.text)
+        window.type(f"{command}\n")
+        window.sees(shown)
+        window.type("\x1a")
+        window.until(lambda: "Stopped" in window.text)
+        yield window

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests import made_runs
-from tests.terminals import Window
+from tests.terminals import Window, stopped
 
 from attnwatch.monitor.sample import Coverage, Sample
 from attnwatch.monitor.store import RunWriter
@@ -142,12 +142,7 @@ def test_ctrl_s_holds_nothing_that_a_signal_would_have_to_wait_for(plain: Path) 
 
 
 def test_a_stopped_screen_is_killed_and_leaves_the_shell_its_terminal(plain: Path) -> None:
-    with Window(["bash", "--norc", "--noprofile", "-i"], PS1="$ ") as window:
-        window.until(lambda: "$" in window.text)
-        window.type(f"{COMMAND} live {plain} --every 0.1\n")
-        window.sees("Alerts:")
-        window.type("\x1a")
-        window.until(lambda: "Stopped" in window.text)
+    with stopped(f"{COMMAND} live {plain} --every 0.1", "Alerts:") as window:
         window.type("kill %1; while kill -0 %1 2>/dev/null; do sleep 0.05; done; exit 7\n")
         assert window.ends() == 7
 
@@ -162,12 +157,7 @@ def test_ctrl_c_gives_the_terminal_back(plain: Path) -> None:
 
 
 def test_ctrl_z_gives_the_terminal_to_the_shell_and_fg_takes_it_again(plain: Path) -> None:
-    with Window(["bash", "--norc", "--noprofile", "-i"], PS1="$ ") as window:
-        window.until(lambda: "$" in window.text)
-        window.type(f"{COMMAND} live {plain} --every 0.1\n")
-        window.sees("Alerts:")
-        window.type("\x1a")
-        window.until(lambda: "Stopped" in window.text)
+    with stopped(f"{COMMAND} live {plain} --every 0.1", "Alerts:") as window:
         assert not window.screen.cursor.hidden
         window.type("clear; fg\n")
         window.sees("Alerts: 4 firing", not_="Stopped")

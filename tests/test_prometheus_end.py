@@ -76,32 +76,18 @@ def finished(port: int, source: str) -> bool:
         return parsed(client.getresponse().read().decode())["attnwatch_finished"] == {(): 1}
 
 
-def test_each_of_a_pair_of_servers_is_told_of_the_end(wait_for: Callable[..., Any]) -> None:
-    """Prometheus is run twice, on two hosts, where it must not be missed. All of 127.0.0.0/8 is this machine."""
+@pytest.mark.parametrize("sources", [("127.0.0.2", "127.0.0.3"), ("127.0.0.1", "127.0.0.1")], ids=["two hosts", "one"])
+def test_each_of_a_pair_of_servers_is_told_of_the_end(sources: tuple[str, str], wait_for: Callable[..., Any]) -> None:
+    """Prometheus is run twice where it must not be missed: on two hosts (all of 127.0.0.0/8 is this machine), or behind
+    a proxy or a tunnel that makes them one address, which is told as often as it has asked."""
     output = server(Prometheus(port=0, linger=FOREVER))
-    assert not finished(output.port, "127.0.0.2")
-    assert not finished(output.port, "127.0.0.3")
+    assert [finished(output.port, source) for source in sources] == [False, False]
     thread = closing(output)
     wait_for(lambda: output._exposition.finished, "the end")
-    assert finished(output.port, "127.0.0.2")
+    assert finished(output.port, sources[0])
     thread.join(timeout=0.5)
     assert thread.is_alive()
-    assert finished(output.port, "127.0.0.3")
-    thread.join(timeout=60)
-    assert not thread.is_alive()
-
-
-def test_each_of_two_servers_behind_one_address_is_told(wait_for: Callable[..., Any]) -> None:
-    """A proxy, a tunnel or one host make them one address: it is told as often as it has asked, each server once."""
-    output = server(Prometheus(port=0, linger=FOREVER))
-    for _ in range(2):
-        assert not finished(output.port, "127.0.0.1")
-    thread = closing(output)
-    wait_for(lambda: output._exposition.finished, "the end")
-    assert finished(output.port, "127.0.0.1")
-    thread.join(timeout=0.5)
-    assert thread.is_alive()
-    assert finished(output.port, "127.0.0.1")
+    assert finished(output.port, sources[1])
     thread.join(timeout=60)
     assert not thread.is_alive()
 

@@ -183,6 +183,18 @@ class Transformer(nn.Module):
         return seen if batch.padding is None else seen & ~batch.padding[:, None, None, :]
 
 
+def sizes(recipe: Recipe) -> dict[str, Any]:
+    """A recipe in the words of a config of transformers."""
+    return {
+        "vocab_size": 256,
+        "hidden_size": recipe.width,
+        "intermediate_size": recipe.mlp * recipe.width,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "max_position_embeddings": recipe.length,
+    }
+
+
 class Qwen3(nn.Module):
     """The Qwen3 of transformers, tiny: grouped heads, RoPE, RMSNorm on queries and keys."""
 
@@ -191,17 +203,8 @@ class Qwen3(nn.Module):
         from tests import vision as vision  # before transformers
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
-        settings: dict[str, Any] = {
-            "vocab_size": 256,
-            "hidden_size": recipe.width,
-            "intermediate_size": recipe.mlp * recipe.width,
-            "num_hidden_layers": recipe.layers,
-            "num_attention_heads": recipe.heads,
-            "num_key_value_heads": recipe.heads // 2,
-            "head_dim": recipe.width // recipe.heads,
-            "max_position_embeddings": recipe.length,
-        }
-        self.inner = Qwen3ForCausalLM(Qwen3Config(**settings))
+        keys = {"num_key_value_heads": recipe.heads // 2, "head_dim": recipe.width // recipe.heads}
+        self.inner = Qwen3ForCausalLM(Qwen3Config(**sizes(recipe), **keys))
 
     def forward(self, batch: Batch) -> Tensor:
         out: Tensor = self.inner(input_ids=batch.inputs, use_cache=False).logits

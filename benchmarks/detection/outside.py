@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from benchmarks.detection.data import Batch
 from benchmarks.detection.markdown import table
-from benchmarks.detection.models import CLASSES
+from benchmarks.detection.models import CLASSES, sizes
 from benchmarks.detection.recipe import COLLAPSES, HEALTHY, Knots, Recipe
 from benchmarks.detection.run import stored
 from benchmarks.detection.score import Case
@@ -121,13 +121,8 @@ class Model(nn.Module):
         from transformers.models.auto import modeling_auto
 
         settings: dict[str, Any] = {
-            "vocab_size": 256,
-            "hidden_size": recipe.width,
-            "intermediate_size": recipe.mlp * recipe.width,
-            "num_hidden_layers": recipe.layers,
-            "num_attention_heads": recipe.heads,
+            **sizes(recipe),
             "num_key_value_heads": recipe.kv_heads or recipe.heads,
-            "max_position_embeddings": recipe.length,
             "d_ff": recipe.mlp * recipe.width,
             **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
             **{name: list(value) if isinstance(value, tuple) else value for name, value in recipe.settings},
