@@ -175,7 +175,7 @@ class Probe:
 
     def enter(self, name: str, module: nn.Module) -> None:
         tap = getattr(self._local, "tap", None)
-        if tap is not None and not tap.running():
+        if tap is not None and not tap.running():  # an interrupted forward (Ctrl-C skips hooks) left it standing
             self._unwind()
             tap = None
         if not self.counts or (tap is None and is_rehearsed(sys._getframe(2))):
